@@ -112,11 +112,11 @@ sanitize: $(VENV)/.installed-fuzz
 	    $(PY) setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	@$(WITH_SANITIZERS) $(PYTEST) tests/unit/test_native.py -k 'not plain' \
 	    tests/unit/rpc/test_call_frames.py \
-	    tests/unit/serialize/test_values.py tests/unit/serialize/test_tensors.py \
-	    tests/unit/serialize/test_tensors_in_message.py \
-	    tests/unit/transport/test_lease.py tests/unit/transport/test_link.py \
+	    tests/unit/engine/codec/test_values.py tests/unit/engine/codec/test_tensors.py \
+	    tests/unit/engine/codec/test_tensors_in_message.py \
+	    tests/unit/engine/io/test_lease.py tests/unit/engine/io/test_link.py \
 	    tests/unit/rpc/test_decoding.py tests/unit/rpc/test_replies.py \
-	    tests/unit/transport/test_resumable.py
+	    tests/unit/engine/io/test_resumable.py
 	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames messages --engine mutational \
 	    $(or $(ARGS),--frames 20000)
 

@@ -1,7 +1,7 @@
 /* The usual case of a call at its caller: the whole frame of a CALL, and the head of a REPLY.
  *
  * Everything else, and whatever is malformed, is left to the plain twins in rpc/encoding.py and
- * wire/messages.py; the layouts are in wire/frames.py and wire/messages.py.
+ * engine/wire/messages.py; the layouts are in engine/wire/frames.py and engine/wire/messages.py.
  */
 #include "native.h"
 #include "heads.h"

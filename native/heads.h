@@ -1,4 +1,4 @@
-/* The heads of frames, of calls and of replies, as wire/frames.py and wire/messages.py lay them out. */
+/* The heads of frames, of calls and of replies, as engine/wire/frames.py and engine/wire/messages.py lay them out. */
 #ifndef WEFT_HEADS_H
 #define WEFT_HEADS_H
 

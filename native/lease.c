@@ -294,7 +294,7 @@ static PyMethodDef methods[] = {
 PyTypeObject lease_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "torchweft._native.Lease",
-    .tp_doc = "The right of one thread to read some links: see torchweft/worker/calls.py.",
+    .tp_doc = "The right of one thread to read some links: see torchweft/engine/worker/calls.py.",
     .tp_basicsize = sizeof(lease),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_dealloc = (destructor)lease_dealloc,

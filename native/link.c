@@ -1,11 +1,11 @@
-/* A connection as torchweft/transport/link.py uses it: writes messages, and reads frames.
+/* A connection as torchweft/engine/io/link.py uses it: writes messages, and reads frames.
  *
  * The interpreter lock guards everything here. It is released only while a thread copies much or
  * looks for data; `is_writing` and `is_looking` say so meanwhile. One thread writes at a
  * time, and takes along what others queue. One thread reads at a time: a thread of the reactor, or
  * one with a lease. Signal handlers run in no function but lease_wait.
  *
- * A link that keeps what it wrote belongs to a session: see torchweft/wire/session.py.
+ * A link that keeps what it wrote belongs to a session: see torchweft/engine/wire/session.py.
  */
 #define _GNU_SOURCE
 #include "link.h"
@@ -518,7 +518,7 @@ static PyMethodDef methods[] = {
 PyTypeObject link_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "torchweft._native.Link",
-    .tp_doc = "One connection: see torchweft/transport/link.py.",
+    .tp_doc = "One connection: see torchweft/engine/io/link.py.",
     .tp_basicsize = sizeof(connection),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = link_new,

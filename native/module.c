@@ -38,8 +38,8 @@ static int find_parts(void)
     if (keep("torch", "Tensor", &library.tensor_type) ||
         keep("torch.nn", "Parameter", &library.parameter_type) ||
         keep("torch", "strided", &library.strided_layout) ||
-        keep("torchweft.wire.frames", "Frame", &library.frame_type) ||
-        keep("torchweft.wire.messages", "decode_call", &library.decode_call) ||
+        keep("torchweft.engine.wire.frames", "Frame", &library.frame_type) ||
+        keep("torchweft.engine.wire.messages", "decode_call", &library.decode_call) ||
         keep("collections", "OrderedDict", &library.ordered_dict))
         return -1;
     return find_dlpack(library.tensor_type);

@@ -1,7 +1,7 @@
 /* The usual case of a served call: the head of a CALL, the value in a message, and a whole REPLY.
  *
- * Everything else, and whatever is malformed, is left to the plain twins in wire/messages.py,
- * rpc/decoding.py and rpc/worker.py; the layouts are in wire/frames.py and wire/messages.py.
+ * Everything else, and whatever is malformed, is left to the plain twins in engine/wire/messages.py,
+ * rpc/decoding.py and rpc/worker.py; the layouts are in engine/wire/frames.py and engine/wire/messages.py.
  */
 #include "native.h"
 #include "heads.h"

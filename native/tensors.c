@@ -1,4 +1,4 @@
-/* Small tensors as bytes inside their message; the plain twin is serialize/tensors.py.
+/* Small tensors as bytes inside their message; the plain twin is engine/codec/tensors.py.
  *
  * Layout of each tensor, little-endian:
  *

@@ -1,4 +1,4 @@
-/* Values as bytes; the plain twin, and the layout, are in serialize/values.py.
+/* Values as bytes; the plain twin, and the layout, are in engine/codec/values.py.
  *
  * Exact types are told by pointer comparison. Functions that encode return -1 where they give up:
  * with an exception if the program has failed, and without one if the value is to go by the plain twin,

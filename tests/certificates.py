@@ -9,7 +9,7 @@ from typing import Any
 
 import trustme
 
-from torchweft.transport.secure import TlsOptions
+from torchweft.engine.io.secure import TlsOptions
 
 LOOPBACK = "127.0.0.1"
 

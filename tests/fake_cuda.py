@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchweft.threads import device_streams
+from torchweft.engine.threads import device_streams
 
 Clock = dict[int, int]
 """How much work of each stream comes before, by the number of the stream."""

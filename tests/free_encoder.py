@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchweft.engine.codec import values as tags
+from torchweft.engine.codec.objects import Packed
+from torchweft.engine.codec.values import Encoder
 from torchweft.rpc import RRef
-from torchweft.serialize import values as tags
-from torchweft.serialize.objects import Packed
-from torchweft.serialize.values import Encoder
 
 
 class Made(NamedTuple):

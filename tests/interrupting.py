@@ -9,7 +9,7 @@ from typing import Any
 
 import torchweft
 from torchweft.autograd import engine
-from torchweft.channel import shm
+from torchweft.engine.channels import shm
 from torchweft.rpc.handles import Handle
 
 PACKAGE = os.path.dirname(torchweft.__file__)

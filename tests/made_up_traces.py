@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torchweft.engine.protocol.observing import Lead
+from torchweft.engine.wire.messages import Kind
 from torchweft.observe.tracing.joining import Joined, join
 from torchweft.observe.tracing.records import (
     BACKWARD,
@@ -18,8 +20,6 @@ from torchweft.observe.tracing.records import (
     Thread,
     WorkerTrace,
 )
-from torchweft.protocol.observing import Lead
-from torchweft.wire.messages import Kind
 
 MAIN, SERVING = 11, 22
 NAMES = {0: "trainer", 1: "server", 2: "other"}

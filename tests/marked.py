@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from torchweft.serialize.registry import Mark
+from torchweft.engine.codec.registry import Mark
 
 
 def names_of(*marks: Mark) -> frozenset[str]:

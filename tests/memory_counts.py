@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torchweft.channel.channels import INLINE, STREAM, Held, Ways
-from torchweft.channel.memory import BufferPool
-from torchweft.channel.shm import SharedPool
+from torchweft.engine.channels.channels import INLINE, STREAM, Held, Ways
+from torchweft.engine.channels.memory import BufferPool
+from torchweft.engine.channels.shm import SharedPool
 
 
 class HeldCounts(NamedTuple):

@@ -22,20 +22,20 @@ import torchweft
 from benchmarks.calls.work import echo
 from benchmarks.machine import describe_machine
 from torchweft import rpc
-from torchweft.protocol.calls import CallTable
+from torchweft.engine.codec.functions import name_of, resolve
+from torchweft.engine.codec.tensors import decode_tensors, encode_tensors
+from torchweft.engine.codec.values import decode, encode
+from torchweft.engine.protocol.calls import CallTable
+from torchweft.engine.threads.reactor import FairQueue, Reactor
+from torchweft.engine.wire.frames import Buffer, FrameParser, encode_frame
+from torchweft.engine.wire.messages import Kind, encode_reply
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.calls import PendingCall
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.rpc import serving
 from torchweft.rpc.serving import Call
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.serialize.functions import name_of, resolve
-from torchweft.serialize.tensors import decode_tensors, encode_tensors
-from torchweft.serialize.values import decode, encode
-from torchweft.threads.reactor import FairQueue, Reactor
-from torchweft.wire.frames import Buffer, FrameParser, encode_frame
-from torchweft.wire.messages import Kind, encode_reply
-from torchweft.worker.agent import Agent
-from torchweft.worker.calls import PendingCall
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 SERIES, REPEATS = 7, 2000
 CALLS = 4000

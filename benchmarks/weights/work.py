@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from torchweft import rpc
+from torchweft.engine.worker.current import current
 from torchweft.errors import WorkerLost
 from torchweft.rpc import RRef
 from torchweft.weights import Publisher, Subscriber
-from torchweft.worker.current import current
 
 WIDTH = 1024
 BATCH = 4

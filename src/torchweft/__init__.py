@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         optim,
         rpc,
     )
+    from torchweft.engine.io.secure import TlsOptions
     from torchweft.errors import WeftError
     from torchweft.ids import WorkerInfo
     from torchweft.launch import cluster
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         shutdown,
     )
     from torchweft.secret import Secret
-    from torchweft.transport.secure import TlsOptions
 
 __version__ = VERSION
 
@@ -76,7 +76,7 @@ _FOLDERS = frozenset(
 )
 _HOME = {
     "Secret": "torchweft.secret",
-    "TlsOptions": "torchweft.transport.secure",
+    "TlsOptions": "torchweft.engine.io.secure",
     "WeftError": "torchweft.errors",
     "WorkerInfo": "torchweft.ids",
     "cluster": "torchweft.launch",

@@ -36,11 +36,11 @@ import torch
 from torch import Tensor
 
 from torchweft import knobs
-from torchweft.channel.device_copies import PageLock, PageLocks
-from torchweft.channel.shm import SharedMemory, why_no_pool
+from torchweft.engine.channels.device_copies import PageLock, PageLocks
+from torchweft.engine.channels.shm import SharedMemory, why_no_pool
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.worker.agent import Agent
-from torchweft.worker.current import current
 
 
 def shared_empty(*size: int, dtype: torch.dtype | None = None, pin_memory: bool = False) -> Tensor:

@@ -39,7 +39,7 @@ class Native(Protocol):
         is_differentiable: bool,
         /,
     ) -> None:
-        """Takes a dtype of ``serialize.tensors``; called once for each."""
+        """Takes a dtype of ``codec.tensors``; called once for each."""
 
     def set_value_parts(self, unfold: Callable[..., Any], rebuild: Callable[..., Any], /) -> None:
         """Takes what ``serialize.values`` needs of Python; called once."""

@@ -40,12 +40,12 @@ from typing import Any
 
 import pytest
 
+from torchweft.engine.worker import current
 from torchweft.errors import ConfigurationError, LaunchError, NotInitialized, WorkerLost
 from torchweft.launch import Cluster, Nursery, cluster
 from torchweft.launch.nursery import WARM_MODULES
 from torchweft.rpc import WorkerState, health, on_worker_lost, rpc_sync
 from torchweft.rpc.worker import current_worker
-from torchweft.worker import current
 
 __all__ = ["kill", "paused", "weft_group", "weft_nursery", "weft_own_group"]
 

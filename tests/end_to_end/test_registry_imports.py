@@ -7,7 +7,7 @@ import sys
 
 ASK = """
 import sys
-from torchweft.serialize.registry import rebuilds_plain, remotely_callable
+from torchweft.engine.codec.registry import rebuilds_plain, remotely_callable
 
 def loaded():
     return {name for name in sys.modules if name.startswith("torchweft.")}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from tests.unit.optim.references import reference
+from torchweft.engine.threads.device_streams import new_guard
 from torchweft.optim.local import (
     GroupPart,
     LocalOptimizer,
@@ -20,7 +21,6 @@ from torchweft.optim.local import (
     make_optimizer,
     step_optimizer,
 )
-from torchweft.threads.device_streams import new_guard
 
 COMPILER = "torch._dynamo"
 STEPS = 3

@@ -12,8 +12,8 @@ import socket
 import subprocess
 from pathlib import Path
 
-from torchweft.transport import addresses
-from torchweft.transport.addresses import Address, TcpAddress
+from torchweft.engine.io import addresses
+from torchweft.engine.io.addresses import Address, TcpAddress
 
 _NEW_NETWORK, _NEW_MOUNTS, _NEW_USERS = 0x40000000, 0x00020000, 0x10000000
 _PRIVATE, _RECURSIVE = 1 << 18, 1 << 14

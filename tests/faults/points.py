@@ -17,20 +17,20 @@ from tests.faults.board import Board
 from tests.faults.plan import EXIT, KILL, Fault
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.passes import PassPart
-from torchweft.channel.memory import BufferPool, Copier
-from torchweft.channel.stripes import ReceivingConnection, SendingConnection
+from torchweft.engine.channels.memory import BufferPool, Copier
+from torchweft.engine.channels.stripes import ReceivingConnection, SendingConnection
+from torchweft.engine.io.handshake import Handshake
+from torchweft.engine.io.link import Link
+from torchweft.engine.io.session import ResumableLink
+from torchweft.engine.protocol.backward import Discover, Settled
+from torchweft.engine.protocol.leaving import Send, Step
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker import rendezvous
+from torchweft.engine.worker.peers import Peer
 from torchweft.mapreduce import shared
-from torchweft.protocol.backward import Discover, Settled
-from torchweft.protocol.leaving import Send, Step
 from torchweft.rpc import joining
 from torchweft.rpc.node import Leaving, Node
 from torchweft.rpc.serving import Call
-from torchweft.transport.handshake import Handshake
-from torchweft.transport.link import Link
-from torchweft.transport.session import ResumableLink
-from torchweft.wire.messages import Kind
-from torchweft.worker import rendezvous
-from torchweft.worker.peers import Peer
 
 EXIT_CODE = 7
 

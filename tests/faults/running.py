@@ -35,7 +35,7 @@ from tests.faults.plan import (
 from tests.faults.worker import LIMIT_S, Place, Report, work
 from tests.leaks import find_leaks, take_state
 from tests.processes.cutting import CuttingNetwork
-from torchweft.transport.secure import TlsOptions
+from torchweft.engine.io.secure import TlsOptions
 
 KILL_LIMIT_S = LIMIT_S + 5.0
 _POLL_S = 0.002

@@ -27,11 +27,11 @@ from tests.internal import overridden
 from tests.leaks import find_leaks, take_state
 from tests.processes import cutting
 from torchweft import rpc
-from torchweft.channel.stripes import Stripes
+from torchweft.engine.channels.stripes import Stripes
+from torchweft.engine.io.secure import TlsOptions
+from torchweft.engine.worker.current import current, is_set
 from torchweft.errors import RendezvousError, WeftError
 from torchweft.secret import Secret
-from torchweft.transport.secure import TlsOptions
-from torchweft.worker.current import current, is_set
 
 LIMIT_S = 45.0
 """After this time a worker dumps the tracebacks of its threads, and ends."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.gpu.device import DEVICE, IS_GPU, free_bytes, keep_busy, synchronize
 from tests.memory_counts import held_counts
 from torchweft import rpc
-from torchweft.worker.current import current
+from torchweft.engine.worker.current import current
 
 LIMIT_S = 10.0
 BUSY_S = 0.05

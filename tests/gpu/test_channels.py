@@ -8,8 +8,8 @@ from tests.gpu import functions
 from tests.gpu.device import only_gpu
 from tests.gpu.members import Members
 from torchweft import rpc
+from torchweft.engine.worker.current import current
 from torchweft.launch import Cluster
-from torchweft.worker.current import current
 
 pytestmark = only_gpu
 

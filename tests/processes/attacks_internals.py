@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.contract.processes.attacks import LIMIT_S
 from tests.free_encoder import pack_freely
+from torchweft.engine.codec.objects import Packed, pack
+from torchweft.engine.worker.current import current
 from torchweft.rpc import calls, encoding
 from torchweft.rpc.worker import current_worker
-from torchweft.serialize.objects import Packed, pack
-from torchweft.worker.current import current
 
 
 def call_named(to: str, name: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

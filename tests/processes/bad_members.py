@@ -15,8 +15,8 @@ from tests.internal import overridden
 from tests.processes import strange_members
 from tests.processes.stranger_groups import ATTACKER, OTHER, VICTIM, Group
 from tests.processes.strangers import frame
-from torchweft.wire.frames import HEADER
-from torchweft.wire.messages import Kind
+from torchweft.engine.wire.frames import HEADER
+from torchweft.engine.wire.messages import Kind
 
 CALLABLES = (
     *(attacks.Model, functions.identity, functions.name_here, strange_members.hold),

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchweft.transport import addresses
-from torchweft.transport.addresses import Address, TcpAddress
+from torchweft.engine.io import addresses
+from torchweft.engine.io.addresses import Address, TcpAddress
 
 _PIECE_BYTES = 1 << 16
 _RESET = struct.pack("ii", 1, 0)

@@ -19,14 +19,14 @@ from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import load
 from tests.processes import unpickling
 from torchweft import rpc
-from torchweft.protocol.connecting import ATTEMPT, SESSION, TO
-from torchweft.protocol.registration import Registration
-from torchweft.transport import addresses
-from torchweft.transport.handshake import Greeting, Handshake
-from torchweft.wire.frames import encode_frame
-from torchweft.wire.messages import Kind
-from torchweft.worker.connecting import CAPABILITIES, REGISTRATION, VERDICT
-from torchweft.worker.current import current
+from torchweft.engine.io import addresses
+from torchweft.engine.io.handshake import Greeting, Handshake
+from torchweft.engine.protocol.connecting import ATTEMPT, SESSION, TO
+from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.wire.frames import encode_frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.connecting import CAPABILITIES, REGISTRATION, VERDICT
+from torchweft.engine.worker.current import current
 
 LIMIT_S = 10.0
 _FIRST_ID = 1000

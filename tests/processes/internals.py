@@ -11,9 +11,9 @@ import torch
 
 from tests.contract.processes.functions import _gates, _gates_lock, _kept, pass_gate
 from tests.memory_counts import HeldCounts, PoolCounts, first_for, held_counts, pool_counts
+from torchweft.engine.worker.current import current
 from torchweft.free_threading import IS_FREE_THREADED, LONGEST_WAIT_S
 from torchweft.rpc.node import Leaving
-from torchweft.worker.current import current
 
 
 def count_at_gate(name: str) -> int:

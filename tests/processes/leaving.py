@@ -7,7 +7,7 @@ import time
 
 from tests.contract.processes.functions import add, identity, wait_until
 from torchweft import rpc
-from torchweft.protocol.leaving import ClosedLeaving
+from torchweft.engine.protocol.leaving import ClosedLeaving
 from torchweft.rpc import node
 from torchweft.rpc.node import current_node
 

@@ -14,21 +14,21 @@ from torch import Tensor
 from torchweft import autograd, rpc
 from torchweft.autograd import codec
 from torchweft.autograd.codec import PassMode, PassName
-from torchweft.errors import WorkerLost
-from torchweft.ids import scoped_id
-from torchweft.protocol.backward import Abort, Gradients, Message
-from torchweft.protocol.leaving import Step
-from torchweft.serialize import values
-from torchweft.serialize.tensors import encode_tensors
-from torchweft.wire.frames import encode_frame
-from torchweft.wire.messages import (
+from torchweft.engine.codec import values
+from torchweft.engine.codec.tensors import encode_tensors
+from torchweft.engine.protocol.backward import Abort, Gradients, Message
+from torchweft.engine.protocol.leaving import Step
+from torchweft.engine.wire.frames import encode_frame
+from torchweft.engine.wire.messages import (
     NO_CREATION,
     Kind,
     encode_call,
     encode_ints,
     encode_reply,
 )
-from torchweft.worker.current import current
+from torchweft.engine.worker.current import current
+from torchweft.errors import WorkerLost
+from torchweft.ids import scoped_id
 
 LIMIT_S = 20.0
 HONEST, VICTIM, LIAR = "honest", "victim", "liar"

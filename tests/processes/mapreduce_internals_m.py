@@ -13,8 +13,8 @@ from tests.contract.processes import functions
 from tests.contract.processes.functions import wait_until
 from tests.contract.processes.mapreduce_functions_m import double, loss, note
 from torchweft import rpc
+from torchweft.engine.worker.current import current
 from torchweft.mapreduce import shared
-from torchweft.worker.current import current
 
 
 def squares(weights: dict[str, Tensor], row: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from tests.contract.processes.meta_gradient_functions import (
     mortal,
 )
 from torchweft import mapreduce, rpc
-from torchweft.worker.current import current
+from torchweft.engine.worker.current import current
 
 
 class Inner(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 from tests.contract.processes.functions import name_here, wait_until
 from tests.memory_counts import SharedCounts, first_for, shared_counts
 from torchweft import rpc
-from torchweft.channel.shm import SharedMemory, SharedPool
-from torchweft.worker.current import current
+from torchweft.engine.channels.shm import SharedMemory, SharedPool
+from torchweft.engine.worker.current import current
 
 
 def pool() -> SharedPool:

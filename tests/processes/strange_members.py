@@ -18,18 +18,18 @@ from tests.processes import hostility, unpickling
 from tests.processes.attacks_internals import call_named, send_freely
 from tests.processes.attacks_internals import send_pickle as send_pickled
 from torchweft import autograd, rpc
+from torchweft.engine.codec import values as tags
+from torchweft.engine.io import addresses
+from torchweft.engine.io.handshake import Handshake
+from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.wire.frames import encode_frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.nn import RemoteModule, owner
 from torchweft.optim import local
 from torchweft.optim.local import GroupPart
-from torchweft.protocol.registration import Registration
 from torchweft.rpc.worker import current_worker
-from torchweft.serialize import values as tags
-from torchweft.transport import addresses
-from torchweft.transport.handshake import Handshake
-from torchweft.wire.frames import encode_frame
-from torchweft.wire.messages import Kind
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 LIMIT_S = 10.0
 CALL_LIMIT_S = 5.0
@@ -234,7 +234,7 @@ def break_sparse(to: str, path: str) -> str:
 
 def send_sparse(to: str, path: str) -> str:
     arguments = (torch.tensor([[1 << 40]]), torch.ones(1), (4,), True)
-    broken = Made("torchweft.serialize.reducers:_sparse_coo", arguments)
+    broken = Made("torchweft.engine.codec.reducers:_sparse_coo", arguments)
     return _raised_by(lambda: send_freely(to, broken))
 
 

@@ -14,9 +14,9 @@ from tests.processes import strange_members, unpickling
 from tests.processes.strange_members import State
 from tests.processes.strangers import GREETING_S, Got, Row, Victim
 from torchweft import secret
+from torchweft.engine.io import addresses
+from torchweft.engine.io.secure import TlsOptions
 from torchweft.secret import Secret
-from torchweft.transport import addresses
-from torchweft.transport.secure import TlsOptions
 
 VICTIM, OTHER, ATTACKER = "victim", "other", "attacker"
 STRANGER_LIMIT = 64

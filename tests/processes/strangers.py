@@ -17,10 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tests.processes.test_unpickling import pickled_call
-from torchweft.protocol.connecting import ATTEMPT, POSITION, PURPOSE, SESSION, TO
-from torchweft.secret import Secret
-from torchweft.transport import addresses
-from torchweft.transport.handshake import (
+from torchweft.engine.io import addresses
+from torchweft.engine.io.handshake import (
     LIMIT_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -29,9 +27,11 @@ from torchweft.transport.handshake import (
     frame_with,
     new_voucher,
 )
-from torchweft.transport.secure import TlsOptions, secure_client
-from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
-from torchweft.wire.messages import Kind
+from torchweft.engine.io.secure import TlsOptions, secure_client
+from torchweft.engine.protocol.connecting import ATTEMPT, POSITION, PURPOSE, SESSION, TO
+from torchweft.engine.wire.frames import HEADER, HEADER_BYTES, encode_frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.secret import Secret
 
 LIMIT_S = 10.0
 GREETING_S = 1.0

@@ -11,8 +11,8 @@ from tests.internal import overridden
 from tests.memory_counts import first_for
 from tests.processes import internals
 from torchweft import rpc
-from torchweft.channel.stripes import Arrivals, Outbox, Stripes
-from torchweft.worker.current import current
+from torchweft.engine.channels.stripes import Arrivals, Outbox, Stripes
+from torchweft.engine.worker.current import current
 
 STRIPE = 1 << 18
 FROM = 1 << 19

@@ -15,10 +15,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from torchweft import observe, rpc
+from torchweft.engine.worker.agent import Slot
+from torchweft.engine.worker.current import current
 from torchweft.rpc import functions
 from torchweft.rpc.node import current_node
-from torchweft.worker.agent import Slot
-from torchweft.worker.current import current
 
 LIMIT_S = 20.0
 WORKERS = ("driver", "worker0", "worker1")

@@ -15,11 +15,11 @@ import pytest
 from tests.contract.processes import functions
 from tests.contract.processes.test_bad_input import assert_all_work
 from torchweft import rpc
+from torchweft.engine.io import addresses
+from torchweft.engine.wire.frames import encode_frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.current import current
 from torchweft.launch import Cluster
-from torchweft.transport import addresses
-from torchweft.wire.frames import encode_frame
-from torchweft.wire.messages import Kind
-from torchweft.worker.current import current
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

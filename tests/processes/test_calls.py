@@ -9,9 +9,9 @@ from tests.contract.processes import functions
 from tests.contract.processes.functions import wait_until
 from tests.processes import internals
 from torchweft import rpc
+from torchweft.engine.worker.current import current
 from torchweft.errors import CallTimeout
 from torchweft.launch import Cluster
-from torchweft.worker.current import current
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

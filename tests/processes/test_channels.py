@@ -12,10 +12,10 @@ from tests.contract.processes import functions
 from tests.contract.processes.functions import wait_until
 from tests.processes import internals
 from torchweft import knobs, rpc
+from torchweft.engine.codec.tensors import describe
+from torchweft.engine.worker import tensor_messages
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
-from torchweft.serialize.tensors import describe
-from torchweft.worker import tensor_messages
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

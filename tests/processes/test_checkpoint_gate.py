@@ -10,9 +10,9 @@ from tests.contract.processes.checkpoint_model import Pair, step_half, step_ofte
 from tests.contract.processes.functions import open_gate, raised_by, wait_until
 from tests.processes.checkpoint_model_internals import saved_numbers
 from torchweft import checkpoint, rpc
+from torchweft.engine.worker.current import current
 from torchweft.errors import CallTimeout
 from torchweft.launch import Cluster
-from torchweft.worker.current import current
 
 pytestmark = [
     pytest.mark.timeout(60),

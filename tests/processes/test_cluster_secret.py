@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from torchweft import rpc, secret
+from torchweft.engine.worker.current import current
 from torchweft.launch import Nursery, cluster
 from torchweft.secret import Secret
-from torchweft.worker.current import current
 
 
 @pytest.mark.keeps("processes")

@@ -22,8 +22,8 @@ from tests.contract.processes.test_compat_ending import (
 from tests.open_workers import OpenWorkers
 from torchweft.compat import rpc
 from torchweft.compat.rpc import api
+from torchweft.engine.worker import current as current_agent
 from torchweft.errors import CallTimeout, ShutdownError
-from torchweft.worker import current as current_agent
 
 pytestmark = pytest.mark.timeout(60)
 

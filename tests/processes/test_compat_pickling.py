@@ -8,9 +8,9 @@ from tests.contract.processes import functions
 from tests.contract.processes.test_compat_pickling import CALLS, Call, Sealed, opened, reduce_sealed
 from torchweft import rpc
 from torchweft.compat.rpc.internal import _internal_rpc_pickler
+from torchweft.engine.codec import reducers
 from torchweft.errors import SerializationError
 from torchweft.rpc.worker import current_worker
-from torchweft.serialize import reducers
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

@@ -18,10 +18,10 @@ from tests.internal import overridden
 from tests.processes import cutting
 from tests.processes.cutting import CuttingNetwork
 from torchweft import autograd, rpc
+from torchweft.engine.io.session import ResumableLink
+from torchweft.engine.worker.current import current
 from torchweft.launch import Cluster, Nursery
 from torchweft.optim import DistributedOptimizer
-from torchweft.transport.session import ResumableLink
-from torchweft.worker.current import current
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

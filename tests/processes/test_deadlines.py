@@ -8,11 +8,11 @@ from tests.contract.processes import timing
 from tests.contract.processes.functions import WORKER_THREADS, raised_by
 from tests.processes import timing_internals
 from torchweft import rpc
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallTimeout
 from torchweft.launch import Cluster
-from torchweft.wire.messages import Kind
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

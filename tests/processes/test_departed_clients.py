@@ -14,9 +14,9 @@ from benchmarks.endurance import departures
 from benchmarks.endurance.clients import WAYS
 from benchmarks.endurance.samples import Course
 from tests.open_workers import OpenWorkers
-from torchweft.protocol import registration
-from torchweft.threads import reactor
-from torchweft.worker import agent
+from torchweft.engine.protocol import registration
+from torchweft.engine.threads import reactor
+from torchweft.engine.worker import agent
 
 CLIENTS = 3 * len(WAYS)
 SAMPLES = 6
@@ -38,7 +38,7 @@ def serve(path: str) -> tuple[dict[str, Course], int]:
     registration.ENDED_LIMIT, agent._MOST_UNUSED = ENDED, UNUSED
     reactor.SWEEP_LIMIT = SENDERS
     courses, _, types = departures.measure(path, CLIENTS, SAMPLES)
-    return courses, types[-1]["torchweft.worker.peers.Peer"]
+    return courses, types[-1]["torchweft.engine.worker.peers.Peer"]
 
 
 @pytest.mark.timeout(120)

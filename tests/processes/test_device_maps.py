@@ -10,8 +10,8 @@ import torch
 
 from tests.open_workers import OpenWorkers
 from torchweft import rpc
+from torchweft.engine.worker.current import current, is_set
 from torchweft.errors import ConfigurationError
-from torchweft.worker.current import current, is_set
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,6 +19,7 @@ from tests.contract.processes.functions import options, wait_until
 from tests.contract.processes.observers import ANSWER_S, OPEN, group_of
 from torchweft import Secret, rpc
 from torchweft.cli.top import DEADLOCK_STATUS, FAILURE_STATUS
+from torchweft.engine.worker.current import current
 from torchweft.errors import GroupNotFound, ObserverRefused, ShutdownError
 from torchweft.launch import Cluster, Nursery
 from torchweft.observe import files
@@ -26,7 +27,6 @@ from torchweft.observe.files import read_folder
 from torchweft.observe.group import Group, find
 from torchweft.observe.session import Access
 from torchweft.observe.waits import WaitGraph, explain
-from torchweft.worker.current import current
 
 STOPPED_S = 0.5
 LATE_S = 1.2

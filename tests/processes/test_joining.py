@@ -15,14 +15,14 @@ from tests.contract.processes.functions import wait_until
 from tests.contract.processes.test_joining import assert_not_joined, join_alone
 from tests.processes import internals
 from torchweft import rpc
+from torchweft.engine.io import addresses
+from torchweft.engine.worker.current import current
 from torchweft.errors import (
     ConfigurationError,
     WeftError,
 )
 from torchweft.rpc import node
 from torchweft.rpc.joining import join_group
-from torchweft.transport import addresses
-from torchweft.worker.current import current
 
 
 @pytest.mark.parametrize("world_size", [1, None])

@@ -25,12 +25,12 @@ from tests.contract.processes.test_launch_cluster import (
     wait_until,
 )
 from torchweft import rpc
+from torchweft.engine.worker import deaths
 from torchweft.errors import LaunchError, ShutdownError, WorkerLost
 from torchweft.launch import Cluster, Nursery, cluster, leave_watch, local_cluster
 from torchweft.launch.job import program_job
 from torchweft.launch.supervisor import Supervisor
 from torchweft.rpc import node
-from torchweft.worker import deaths
 
 
 def test_process_ids_are_known_even_if_they_are_told_after_a_worker_has_joined(

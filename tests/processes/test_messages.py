@@ -8,9 +8,9 @@ import pytest
 
 from tests.contract.processes.test_messages import Slow, divide, files_in, printed
 from torchweft import knobs, rpc
+from torchweft.engine.codec.tracebacks import places_of
 from torchweft.errors import UnknownFunction
 from torchweft.launch import Cluster
-from torchweft.serialize.tracebacks import places_of
 
 pytestmark = [
     pytest.mark.keeps("threads", "descriptors"),

@@ -15,8 +15,8 @@ from tests.contract.processes.functions import options
 from tests.internal import overridden
 from tests.thorough import spread
 from torchweft import knobs, mapreduce, rpc
+from torchweft.engine.worker.connections import Traffic
 from torchweft.launch import Cluster, Nursery
-from torchweft.worker.connections import Traffic
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 WORKERS = ("worker0", "worker1", "worker2")

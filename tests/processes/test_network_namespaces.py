@@ -16,9 +16,9 @@ from tests.far_workers import far_workers
 from tests.memory_counts import first_for
 from tests.open_workers import OpenWorkers, WarmProcess
 from torchweft import rpc
-from torchweft.channel.stripes import Stripes
 from torchweft.compat import rpc as compat_rpc
-from torchweft.worker.current import current
+from torchweft.engine.channels.stripes import Stripes
+from torchweft.engine.worker.current import current
 
 SIZES = [1, 1 << 16, (1 << 19) + 1, 5 << 20, (64 << 20) + 3]
 

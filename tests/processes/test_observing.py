@@ -19,6 +19,11 @@ from tests.contract.processes.functions import options, wait_until
 from tests.contract.processes.observers import ANSWER_S, OPEN, group_of
 from torchweft import rpc
 from torchweft.cli.top import FAILURE_STATUS
+from torchweft.engine.io import addresses
+from torchweft.engine.io.handshake import Greeting, Handshake
+from torchweft.engine.protocol.connecting import OBSERVER, Hello, Purpose
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.current import current
 from torchweft.errors import ObserveError
 from torchweft.launch import Cluster, Nursery
 from torchweft.mapreduce import dim_partitioner, parallelize
@@ -28,13 +33,8 @@ from torchweft.observe.counting import LEASE_S
 from torchweft.observe.group import Answers, find
 from torchweft.observe.report import DETAIL, Report
 from torchweft.observe.session import ask
-from torchweft.protocol.connecting import OBSERVER, Hello, Purpose
 from torchweft.rpc.node import current_node
 from torchweft.secret import key_of_observers
-from torchweft.transport import addresses
-from torchweft.transport.handshake import Greeting, Handshake
-from torchweft.wire.messages import Kind
-from torchweft.worker.current import current
 
 
 def of_worker(answers: Answers, name: str) -> Report:

@@ -11,12 +11,12 @@ import pytest
 
 from tests.contract.processes.test_open_groups import Group, call, join, kept, names
 from tests.open_workers import OpenWorkers
+from torchweft.engine.protocol.joining import Admission, Steps
 from torchweft.errors import (
     DuplicateName,
     WorkerLost,
 )
 from torchweft.observe.metrics.serving import reader_of
-from torchweft.protocol.joining import Admission, Steps
 from torchweft.rpc import joining
 from torchweft.rpc.node import current_node
 

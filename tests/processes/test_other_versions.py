@@ -9,8 +9,8 @@ import pytest
 
 from tests.contract.processes.test_other_versions import NAMES, OTHER, join
 from tests.open_workers import OpenWorkers
+from torchweft.engine.worker.current import is_set
 from torchweft.errors import ConfigurationError
-from torchweft.worker.current import is_set
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,11 +8,11 @@ import pytest
 
 import torchweft
 from torchweft import rpc
+from torchweft.engine.protocol.observing import lead_of
 from torchweft.launch import Nursery
 from torchweft.pipeline import (
     recording,
 )
-from torchweft.protocol.observing import lead_of
 
 # The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")

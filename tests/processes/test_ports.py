@@ -12,10 +12,10 @@ import torch
 
 import torchweft
 from torchweft import rpc
+from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.launch import Nursery
 from torchweft.rpc.ports import PORTS, Ports
-from torchweft.worker.current import current
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 PORT = 77

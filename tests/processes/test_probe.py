@@ -11,11 +11,11 @@ import pytest
 import torchweft
 from tests.command_line import said_by
 from torchweft import knobs
+from torchweft.engine.io import addresses
 from torchweft.launch import Nursery
 from torchweft.observe import group
 from torchweft.observe.session import process_at
 from torchweft.secret import write_new
-from torchweft.transport import addresses
 
 
 def only(pids: set[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tests.processes.shared_memory_internals import (
     way_of,
 )
 from torchweft import knobs, rpc
-from torchweft.channel.shm import AT_ONCE_BYTES
+from torchweft.engine.channels.shm import AT_ONCE_BYTES
 from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")

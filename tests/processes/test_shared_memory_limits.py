@@ -23,8 +23,8 @@ from tests.processes.shared_memory_internals import (
     usable_ways,
 )
 from torchweft import knobs, rpc
+from torchweft.engine.worker.current import current
 from torchweft.launch import Nursery
-from torchweft.worker.current import current
 
 SIZE = 1 << 20
 

@@ -28,7 +28,7 @@ from tests.processes.stranger_groups import (
 )
 from tests.processes.strangers import GONE, STRANGERS, Row, Victim, between, in_words, tls_rows
 from tests.processes.strangers_table import PAGE
-from torchweft.transport import addresses
+from torchweft.engine.io import addresses
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "processes")
 FLOOD = 400

@@ -32,9 +32,9 @@ from tests.processes.streams import (
     way_to,
 )
 from torchweft import knobs, rpc
+from torchweft.engine.worker.current import current
 from torchweft.errors import CallTimeout
 from torchweft.launch import Cluster, Nursery
-from torchweft.worker.current import current
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

@@ -29,9 +29,9 @@ from tests.processes.streams import (
     way_to,
 )
 from torchweft import rpc
+from torchweft.engine.worker.current import current
 from torchweft.errors import WorkerLost
 from torchweft.launch import Nursery
-from torchweft.worker.current import current
 
 LARGE_BYTES = 512 << 20
 

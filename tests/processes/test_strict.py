@@ -18,10 +18,10 @@ from tests.contract.processes.test_strict import CALLABLES, LARGE
 from tests.open_workers import OpenWorkers
 from tests.processes import attacks_internals
 from torchweft import rpc
+from torchweft.engine.codec.tracebacks import places_of
 from torchweft.errors import ArgumentTypeError, NotAllowed, RemoteError, SerializationError
 from torchweft.launch import Cluster, Nursery
 from torchweft.nn import RemoteModule, owner
-from torchweft.serialize.tracebacks import places_of
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 

@@ -23,10 +23,10 @@ from tests.another_user import NOBODY, as_nobody
 from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes import strange_members
 from torchweft import rpc, secret
+from torchweft.engine.io import addresses
+from torchweft.engine.io.handshake import Handshake, frame_with, new_voucher
 from torchweft.errors import ProtocolError, RendezvousError, WorkerLost
 from torchweft.secret import Secret
-from torchweft.transport import addresses
-from torchweft.transport.handshake import Handshake, frame_with, new_voucher
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "processes")
 LIMIT_S = 10.0

@@ -10,13 +10,13 @@ import torch
 
 from tests.contract.processes import functions
 from torchweft import rpc
+from torchweft.engine.wire import messages
+from torchweft.engine.wire.messages import PAYLOAD_LIMIT_BYTES
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
 from torchweft.native import native
 from torchweft.rpc import encoding, worker
 from torchweft.rpc.worker import current_worker
-from torchweft.wire import messages
-from torchweft.wire.messages import PAYLOAD_LIMIT_BYTES
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 LIMIT = 3

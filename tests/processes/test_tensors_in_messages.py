@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.contract.processes.test_tensors_in_messages import facts, facts_of, tensors
 from torchweft import autograd, rpc
+from torchweft.engine.worker.current import current
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
 from torchweft.rpc.worker import WORKER
-from torchweft.worker.current import current
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

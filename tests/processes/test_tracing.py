@@ -21,6 +21,8 @@ from tests.trace_reader import Found, read_trace
 from torchweft import mapreduce, rpc
 from torchweft.autograd import backward, context
 from torchweft.cli.main import main
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError, ObserveError
 from torchweft.launch import Cluster, Nursery
 from torchweft.nn import RemoteModule
@@ -32,8 +34,6 @@ from torchweft.observe.tracing.records import Offered, Pulled, Received, Sent
 from torchweft.observe.tracing.session import Trace
 from torchweft.optim import DistributedOptimizer
 from torchweft.rpc.node import current_node
-from torchweft.wire.messages import Kind
-from torchweft.worker.current import current
 
 LIMIT_S = 50.0
 SERVICE = "torchweft.observe.tracing.recorder."

@@ -13,12 +13,12 @@ from tests.contract.processes.functions import options, wait_until
 from tests.processes.test_tracing import double, is_plain
 from tests.trace_reader import read_trace
 from torchweft import rpc
+from torchweft.engine.worker.current import current
 from torchweft.errors import ObserveError
 from torchweft.launch import Nursery
 from torchweft.observe.tracing import recorder
 from torchweft.observe.tracing.recorder import RECORDER
 from torchweft.observe.tracing.session import Trace
-from torchweft.worker.current import current
 
 
 def test_strict_workers_are_traced(nursery: Nursery, tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from tests.fuzz.targets import load
 from tests.processes import unpickling
 from tests.thorough import share
 from torchweft import rpc
+from torchweft.engine.codec.exceptions import pack_error
+from torchweft.engine.codec.objects import pack
+from torchweft.engine.io import addresses
+from torchweft.engine.wire.frames import HEADER, HEADER_BYTES, encode_frame
+from torchweft.engine.wire.messages import ERROR_REPLY, NO_CREATION, Kind, encode_call, encode_reply
+from torchweft.engine.worker.current import current
 from torchweft.launch import Cluster
-from torchweft.serialize.exceptions import pack_error
-from torchweft.serialize.objects import pack
-from torchweft.transport import addresses
-from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
-from torchweft.wire.messages import ERROR_REPLY, NO_CREATION, Kind, encode_call, encode_reply
-from torchweft.worker.current import current
 
 pytestmark = [pytest.mark.keeps("threads", "descriptors"), pytest.mark.timeout(180)]
 

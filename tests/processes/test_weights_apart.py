@@ -9,10 +9,10 @@ from tests.contract.processes import functions
 from tests.contract.processes.functions import wait_until
 from tests.processes.weights_functions import LIMIT_S, Model, Sampler, Trainer
 from torchweft import rpc
+from torchweft.engine.worker.current import current
 from torchweft.launch import Cluster
 from torchweft.rpc import RRef
 from torchweft.weights import Publisher
-from torchweft.worker.current import current
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 

@@ -11,9 +11,9 @@ import torch
 from tests.contract.processes.functions import wait_until
 from tests.contract.processes.timing import LIMIT_S, note, noted
 from torchweft import rpc
-from torchweft.protocol.served_calls import ServedCall
+from torchweft.engine.protocol.served_calls import ServedCall
+from torchweft.engine.worker.current import current
 from torchweft.rpc.worker import current_worker
-from torchweft.worker.current import current
 
 
 def parked(reference: rpc.RRef[Any]) -> int:

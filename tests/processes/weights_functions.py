@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.faults.points import send_half_of
+from torchweft.engine.io.link import Link
+from torchweft.engine.io.session import ResumableLink
 from torchweft.rpc import RRef
-from torchweft.transport.link import Link
-from torchweft.transport.session import ResumableLink
 from torchweft.weights import Published, Publisher, Subscriber, Taken, delta, publisher
 
 LIMIT_S = 20.0

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from torchweft import rpc
+from torchweft.engine.worker.current import current
 from torchweft.secret import Secret
-from torchweft.worker.current import current
 
 
 def say(title: str, content: object) -> None:

@@ -13,15 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.simulation.timeline import Clock
-from torchweft.errors import (
-    CallCancelled,
-    CallTimeout,
-    NotInitialized,
-    ProtocolError,
-    WorkerLost,
-)
-from torchweft.protocol import calls
-from torchweft.protocol.calls import (
+from torchweft.engine.protocol import calls
+from torchweft.engine.protocol.calls import (
     Action,
     CallClient,
     Complete,
@@ -29,7 +22,7 @@ from torchweft.protocol.calls import (
     OpenCall,
     nest,
 )
-from torchweft.protocol.leaving import (
+from torchweft.engine.protocol.leaving import (
     BeginSettling,
     Left,
     OpenLeaving,
@@ -39,17 +32,24 @@ from torchweft.protocol.leaving import (
     Stage,
     Step,
 )
-from torchweft.protocol.served_calls import (
+from torchweft.engine.protocol.served_calls import (
     AnsweredCall,
     CallServer,
     CancelNested,
     ServedCall,
     has_awaited,
 )
-from torchweft.protocol.sessions import Unsent, UnsentMessages
-from torchweft.threads.reactor import FairQueue
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import NO_CREATION, Kind
+from torchweft.engine.protocol.sessions import Unsent, UnsentMessages
+from torchweft.engine.threads.reactor import FairQueue
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.wire.messages import NO_CREATION, Kind
+from torchweft.errors import (
+    CallCancelled,
+    CallTimeout,
+    NotInitialized,
+    ProtocolError,
+    WorkerLost,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.call_world import CallWorld

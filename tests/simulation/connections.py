@@ -1,7 +1,7 @@
 """Workers that are connected over a simulated network: the I/O of the shell, no decisions.
 
-The machines are the real ones: ``torchweft.protocol.connecting`` decides about connections,
-``torchweft.wire.session`` counts and keeps bytes, ``torchweft.wire.frames`` parses frames. The rest
+The machines are the real ones: ``engine.protocol.connecting`` decides about connections,
+``engine.wire.session`` counts and keeps bytes, ``engine.wire.frames`` parses frames. The rest
 of the shell is here and in ``greetings``, with simulated connections.
 
 Ids name lives: a worker that comes back after a crash has another id, and refuses greetings for
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tests.simulation.greetings import Accepted, Dialled, Talk
 from tests.simulation.streams import End, Streams
 from tests.simulation.timeline import Clock, Timeline
-from torchweft.protocol.connecting import (
+from torchweft.engine.protocol.connecting import (
     Action,
     Busy,
     Connecting,
@@ -36,10 +36,10 @@ from torchweft.protocol.connecting import (
     Terms,
     Wait,
 )
-from torchweft.protocol.sessions import Rounds
-from torchweft.wire import session
-from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
-from torchweft.wire.session import Incoming, Outgoing
+from torchweft.engine.protocol.sessions import Rounds
+from torchweft.engine.wire import session
+from torchweft.engine.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from torchweft.engine.wire.session import Incoming, Outgoing
 
 ACKNOWLEDGED, GOODBYE = 255, 254
 """Kinds of the frames that only the sessions themselves see."""

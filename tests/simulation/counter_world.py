@@ -16,9 +16,9 @@ from typing import Any
 from tests.simulation.connections import Half, Limits, Node
 from tests.simulation.streams import Streams, Weather
 from tests.simulation.timeline import Clock, Timeline
-from torchweft.protocol.calls import CallTable
-from torchweft.wire import session
-from torchweft.wire.frames import HEADER_BYTES, Frame, encode_frame
+from torchweft.engine.protocol.calls import CallTable
+from torchweft.engine.wire import session
+from torchweft.engine.wire.frames import HEADER_BYTES, Frame, encode_frame
 
 CALL, REPLY = 1, 2
 _NUMBER = struct.Struct("<qq")

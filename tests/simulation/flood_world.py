@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 
 from tests.simulation.timeline import Timeline
-from torchweft.protocol.connecting import Failure, FirstDial, Wait
-from torchweft.protocol.strangers import Admission, Admissions, Strangers
+from torchweft.engine.protocol.connecting import Failure, FirstDial, Wait
+from torchweft.engine.protocol.strangers import Admission, Admissions, Strangers
 
 CONNECT_S = 10.0
 ACCEPT_S, SERVE_S = 20e-6, 400e-6

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.streams import End
-from torchweft.protocol.connecting import (
+from torchweft.engine.protocol.connecting import (
     Failure,
     Hello,
     Purpose,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.connections import Node
 from tests.simulation.network import Packet
 from tests.simulation.reference_world import Carrier, Homecoming
+from torchweft.engine.protocol.calls import CallTable
+from torchweft.engine.wire.frames import Frame
 from torchweft.ids import ReferenceId
-from torchweft.protocol.calls import CallTable
-from torchweft.wire.frames import Frame
 
 if TYPE_CHECKING:
     from tests.simulation.group_world import GroupWorld

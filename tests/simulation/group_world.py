@@ -18,7 +18,7 @@ from tests.simulation.group_member import Member, Request
 from tests.simulation.reference_world import World
 from tests.simulation.streams import Streams, Weather
 from tests.simulation.timeline import Clock, Timeline
-from torchweft.wire.frames import encode_frame
+from torchweft.engine.wire.frames import encode_frame
 
 _MESSAGE = 7
 

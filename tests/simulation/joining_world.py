@@ -1,6 +1,6 @@
 """A rendezvous store and workers that join through it, on a simulated timeline.
 
-The machines are those of ``torchweft.protocol.leaving``; they yield a worker's requests to the
+The machines are those of ``engine.protocol.leaving``; they yield a worker's requests to the
 store and to other workers. Every operation takes some time; workers die between any two.
 """
 
@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.timeline import Timeline
-from torchweft.errors import DuplicateName
-from torchweft.protocol.connecting import Gone
-from torchweft.protocol.joining import (
+from torchweft.engine.protocol.connecting import Gone
+from torchweft.engine.protocol.joining import (
     PRESENT,
     Check,
     Forget,
@@ -33,7 +32,8 @@ from torchweft.protocol.joining import (
     Wait,
     leave_open,
 )
-from torchweft.protocol.registration import Registration, Roster
+from torchweft.engine.protocol.registration import Registration, Roster
+from torchweft.errors import DuplicateName
 
 POLL_S = 0.02
 

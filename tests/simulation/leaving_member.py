@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.simulation.group_member import Member, Request
-from torchweft.protocol.leaving import (
+from torchweft.engine.protocol.leaving import (
     Action,
     BeginSettling,
     ClosedLeaving,

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.simulation.network import Packet, Sender
-from torchweft.ids import ReferenceId
-from torchweft.protocol.references import (
+from torchweft.engine.protocol.references import (
     Action,
     Confirmed,
     OwnerLost,
@@ -24,7 +23,8 @@ from torchweft.protocol.references import (
     Send,
     ValueGone,
 )
-from torchweft.wire import references as wire
+from torchweft.engine.wire import references as wire
+from torchweft.ids import ReferenceId
 
 RESEND_S = 1.0
 

@@ -1,7 +1,7 @@
 """Calls in virtual time: nested, late, cancelled, refused, and lost with their workers.
 
 Each seed is a few workers with threads that overtake each other, on connections that break. The
-machines are those of ``torchweft.protocol.calls``. An observer checks that each call ends exactly
+machines are those of ``engine.protocol.calls``. An observer checks that each call ends exactly
 once, with its answer or a truthful error; that no function runs twice or for a cancelled call; that
 no answer is lost; and that nothing is left in the end. ``WEFT_TEST_SEED=<seed>`` runs one seed
 alone and prints its trace; ``WEFT_TEST_SEEDS`` sets how many are tried.

@@ -17,7 +17,7 @@ import pytest
 from tests.simulation.group_world import GroupWorld
 from tests.simulation.leaving_member import LeavingMember
 from tests.simulation.seeds import batches, name_of, try_seeds
-from torchweft.protocol.leaving import ClosedLeaving, Left
+from torchweft.engine.protocol.leaving import ClosedLeaving, Left
 
 LEADER = 0
 END_S = 2000.0

@@ -17,7 +17,7 @@ from tests.simulation.connections import Limits
 from tests.simulation.counter_world import CounterWorld
 from tests.simulation.seeds import batches, name_of, try_seeds
 from tests.simulation.streams import Weather
-from torchweft.protocol.connecting import State
+from torchweft.engine.protocol.connecting import State
 
 LIMITS = Limits(detection_s=10.0, reconnect_s=60.0, connect_s=20.0)
 SEED_COUNT = 600

@@ -16,10 +16,10 @@ import pytest
 
 from tests.simulation.joining_world import Joiners, Life
 from tests.simulation.seeds import batches, name_of, try_seeds
+from torchweft.engine.protocol import joining
+from torchweft.engine.protocol.joining import LEADER, Admission
+from torchweft.engine.protocol.registration import Directory, Registration, Roster
 from torchweft.errors import DuplicateName, RendezvousError, RendezvousTimeout
-from torchweft.protocol import joining
-from torchweft.protocol.joining import LEADER, Admission
-from torchweft.protocol.registration import Directory, Registration, Roster
 
 TIMEOUT_S = 20.0
 SLACK_S = 5.0

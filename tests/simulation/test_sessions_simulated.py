@@ -17,7 +17,7 @@ from tests.simulation.connections import Limits
 from tests.simulation.counter_world import CounterWorld
 from tests.simulation.seeds import batches, name_of, try_seeds
 from tests.simulation.streams import Weather
-from torchweft.wire import session
+from torchweft.engine.wire import session
 
 THRESHOLDS = (50, 300, 2000, 1 << 16)
 OUTAGE_S = 4.0

@@ -15,7 +15,7 @@ import pytest
 
 from tests.simulation.network import Faults, Network, Packet
 from tests.simulation.seeds import batches, name_of, try_seeds
-from torchweft.protocol.leaving import (
+from torchweft.engine.protocol.leaving import (
     Closed,
     Leader,
     LeaderAction,

@@ -12,8 +12,8 @@ import pytest
 
 from tests.tables import cases
 from torchweft import errors
+from torchweft.engine.codec.exceptions import fresh_copy, pack_error, unpack_error
 from torchweft.errors import WeftError, WorkerLost
-from torchweft.serialize.exceptions import fresh_copy, pack_error, unpack_error
 
 ALL_ERRORS = [
     member

@@ -10,15 +10,15 @@ import torch
 
 import torchweft.memory
 from tests.memory_counts import shared_counts
-from tests.unit.channel.fake_gpu import FakeGpu
-from tests.unit.worker.group import group_of
+from tests.unit.engine.channels.fake_gpu import FakeGpu
+from tests.unit.engine.worker.group import group_of
 from torchweft import knobs
-from torchweft.channel.device_copies import PageLocks
-from torchweft.channel.memory import slab_size
-from torchweft.channel.shm import SharedMemory, SharedPool
+from torchweft.engine.channels.device_copies import PageLocks
+from torchweft.engine.channels.memory import slab_size
+from torchweft.engine.channels.shm import SharedMemory, SharedPool
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.agent import Agent
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.worker import current as current_agent
-from torchweft.worker.agent import Agent
 
 MIB = 1 << 20
 

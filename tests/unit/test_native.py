@@ -18,12 +18,12 @@ import torch
 
 import torchweft.native as loading
 from torchweft import knobs
+from torchweft.engine.codec import values
+from torchweft.engine.codec.tensors import decode_tensors, encode_tensors
+from torchweft.engine.wire.frames import HEADER_BYTES
+from torchweft.engine.wire.messages import NO_CREATION, decode_reply, encode_call, encode_reply
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc import encoding  # noqa: F401 (it tells the twin in C of torch's modes)
-from torchweft.serialize import values
-from torchweft.serialize.tensors import decode_tensors, encode_tensors
-from torchweft.wire.frames import HEADER_BYTES
-from torchweft.wire.messages import NO_CREATION, decode_reply, encode_call, encode_reply
 
 native = loading.native
 needs_native = pytest.mark.skipif(native is None, reason=loading.reason)

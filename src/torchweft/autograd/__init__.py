@@ -11,8 +11,8 @@ from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import current_id, set_current_id
 from torchweft.autograd.engine import OpenContext, current_engine
 from torchweft.autograd.graph import all_used, check_context_id, checked_inputs, roots_of
+from torchweft.engine.codec.tracebacks import without_own_frames
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
-from torchweft.serialize.tracebacks import without_own_frames
 
 __all__ = ["backward", "context", "current_context_id", "get_gradients", "grad", "is_available"]
 

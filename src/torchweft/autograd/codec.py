@@ -17,8 +17,12 @@ from torch import Tensor
 
 from torchweft.autograd.contexts import Contexts, Gradient, ReceiveRecord, SendRecord
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.errors import ProtocolError
-from torchweft.protocol.backward import (
+from torchweft.engine.codec import values
+from torchweft.engine.codec.exceptions import pack_error
+from torchweft.engine.codec.objects import pack, pack_plain
+from torchweft.engine.codec.reading import Reader
+from torchweft.engine.codec.tensors import decode_tensors, encode_tensors
+from torchweft.engine.protocol.backward import (
     Abort,
     Discover,
     Failed,
@@ -29,17 +33,17 @@ from torchweft.protocol.backward import (
     Report,
     Settled,
 )
-from torchweft.serialize import values
-from torchweft.serialize.exceptions import pack_error
-from torchweft.serialize.objects import pack, pack_plain
-from torchweft.serialize.reading import Reader
-from torchweft.serialize.tensors import decode_tensors, encode_tensors
-from torchweft.threads.thread_modes import has_dispatch_modes, has_function_modes, plain_operations
-from torchweft.wire.frames import Buffer, Frame, encode_frame
-from torchweft.wire.messages import TABLES, Kind, decode_ints, encode_ints
-from torchweft.worker.agent import Agent
-from torchweft.worker.peers import Peer
-from torchweft.worker.tensor_messages import TensorMessages
+from torchweft.engine.threads.thread_modes import (
+    has_dispatch_modes,
+    has_function_modes,
+    plain_operations,
+)
+from torchweft.engine.wire.frames import Buffer, Frame, encode_frame
+from torchweft.engine.wire.messages import TABLES, Kind, decode_ints, encode_ints
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.tensor_messages import TensorMessages
+from torchweft.errors import ProtocolError
 
 RETAIN_GRAPH = 1
 CREATE_GRAPH = 4

@@ -64,10 +64,10 @@ from torchweft.autograd.graph import (
     places_in,
     receives_behind,
 )
+from torchweft.engine.protocol.backward import Progress
+from torchweft.engine.threads import device_streams
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.ids import WORKER_SHIFT
-from torchweft.protocol.backward import Progress
-from torchweft.threads import device_streams
 
 # torch.autograd.grad checks shapes with torch.fx's symbolic shapes. Their first import takes 0.3 s,
 # and the check takes half the time of a small call. Here the shapes are known to be right.

@@ -29,13 +29,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchweft.engine.codec.tensors import PARAMETER, REQUIRES_GRAD, SHARED, separated
+from torchweft.engine.protocol.numbers import Tombstones
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import keep, new_guard, new_order
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import WORKER_SHIFT, scoped_id, worker_of
-from torchweft.protocol.numbers import Tombstones
-from torchweft.serialize.tensors import PARAMETER, REQUIRES_GRAD, SHARED, separated
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import keep, new_guard, new_order
 
 # Gradients
 

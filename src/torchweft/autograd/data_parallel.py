@@ -43,10 +43,10 @@ from torchweft import knobs
 from torchweft.autograd.component import accumulate
 from torchweft.autograd.contexts import Gradients, Sink, is_private, sum_of
 from torchweft.autograd.graph import Reached
+from torchweft.engine.protocol.backward import Progress
+from torchweft.engine.threads.device_streams import Guard, new_guard
+from torchweft.engine.threads.interrupts import acquire
 from torchweft.errors import AutogradError, BackwardTimeout
-from torchweft.protocol.backward import Progress
-from torchweft.threads.device_streams import Guard, new_guard
-from torchweft.threads.interrupts import acquire
 
 AVERAGING = "averaging by DistributedDataParallel"
 """The operation named in errors of averaging."""

@@ -19,17 +19,17 @@ from torchweft.autograd.graph import InputGradients, Roots
 from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.passes import LOST, LedPass, Passes, Unreachable
+from torchweft.engine.codec.reading import TRUSTING, Reader
+from torchweft.engine.protocol.entitlement import check_gradients, check_pass_message
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.reports import OpenWait, log_exception
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.wire.messages import Kind, decode_ints, decode_pass_span
+from torchweft.engine.worker.agent import Agent, Slot
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.tensor_messages import TensorMessages
 from torchweft.ids import worker_of
-from torchweft.protocol.entitlement import check_gradients, check_pass_message
-from torchweft.serialize.reading import TRUSTING, Reader
-from torchweft.threads import device_streams
-from torchweft.threads.reports import OpenWait, log_exception
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind, decode_ints, decode_pass_span
-from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
-from torchweft.worker.tensor_messages import TensorMessages
 
 
 class Engine:

@@ -36,8 +36,8 @@ from torchweft.autograd.contexts import (
     edges_at,
     sum_of,
 )
+from torchweft.engine.protocol.backward import Progress
 from torchweft.errors import ArgumentTypeError, AutogradError
-from torchweft.protocol.backward import Progress
 
 Place = tuple[Node, int]
 """An output of a node."""

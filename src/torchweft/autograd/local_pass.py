@@ -52,8 +52,8 @@ from torchweft.autograd.graph import (
     writes_to_views,
 )
 from torchweft.autograd.outside import Ends, OutsideRecords
+from torchweft.engine.protocol.backward import NO_PARTS, ROOTS, Parts, Progress
 from torchweft.errors import AutogradError, ProtocolError
-from torchweft.protocol.backward import NO_PARTS, ROOTS, Parts, Progress
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 

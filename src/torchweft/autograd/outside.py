@@ -33,8 +33,8 @@ from torchweft.autograd.contexts import (
     make_placeholders,
     metas_of,
 )
+from torchweft.engine.wire.messages import NO_GRAD
 from torchweft.errors import AutogradError
-from torchweft.wire.messages import NO_GRAD
 
 _KEY = "torchweft"
 """Key in the metadata of a torch node: the message of its tensor, and the position there."""

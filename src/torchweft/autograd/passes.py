@@ -26,10 +26,7 @@ from torchweft.autograd.data_parallel import AVERAGING
 from torchweft.autograd.graph import Roots
 from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.errors import AutogradError, BackwardTimeout, NotInitialized, WorkerLost
-from torchweft.free_threading import shared_count
-from torchweft.ids import scoped_id, worker_of
-from torchweft.protocol.backward import (
+from torchweft.engine.protocol.backward import (
     Abort,
     Action,
     Apply,
@@ -48,17 +45,20 @@ from torchweft.protocol.backward import (
     Tell,
     failure_error,
 )
-from torchweft.protocol.numbers import Tombstones
-from torchweft.protocol.observing import GATHERING, PASS, Wait
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
-from torchweft.threads.interrupts import Flag, is_of_handler
-from torchweft.threads.reports import log_exception, names_of
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind
-from torchweft.worker.agent import Agent
-from torchweft.worker.calls import Spins, kinds_of
-from torchweft.worker.peers import Peer
+from torchweft.engine.protocol.numbers import Tombstones
+from torchweft.engine.protocol.observing import GATHERING, PASS, Wait
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
+from torchweft.engine.threads.interrupts import Flag, is_of_handler
+from torchweft.engine.threads.reports import log_exception, names_of
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.calls import Spins, kinds_of
+from torchweft.engine.worker.peers import Peer
+from torchweft.errors import AutogradError, BackwardTimeout, NotInitialized, WorkerLost
+from torchweft.free_threading import shared_count
+from torchweft.ids import scoped_id, worker_of
 
 LOST: Final = "lost"
 """Inbox item for a worker's loss. All others are frames, or this worker's own messages."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchweft.channel.device_copies import HostCopies, PageLocks, Staging
-from torchweft.serialize.tensors import flatten
-from torchweft.worker.current import current
+from torchweft.engine.channels.device_copies import HostCopies, PageLocks, Staging
+from torchweft.engine.codec.tensors import flatten
+from torchweft.engine.worker.current import current
 
 
 class DeviceCopies:

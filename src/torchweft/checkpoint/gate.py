@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallTimeout, WeftError
 from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, functions, rpc_async, rpc_sync
 from torchweft.rpc.current_call import caller, check_types
 from torchweft.rpc.futures import ignore_errors
 from torchweft.rpc.health import info_of
-from torchweft.worker.agent import Agent
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 _Waiting = torch.futures.Future[None]
 _Key = tuple[int, str]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchweft.checkpoint.device_copies import DeviceCopies
+from torchweft.engine.codec.reducers import has_memory
 from torchweft.errors import ArgumentTypeError
 from torchweft.nn.remote_module import local_modules
 from torchweft.optim import states
 from torchweft.optim.local import load_exactly
-from torchweft.serialize.reducers import has_memory
 
 # Plain values, which need no code to read
 

@@ -22,12 +22,12 @@ from torchweft.checkpoint import files, parts, reading, snapshots
 from torchweft.checkpoint.parts import Options, Owned, staged_parts
 from torchweft.checkpoint.plan import Places
 from torchweft.checkpoint.reading import Found, Report, Source
+from torchweft.engine.worker.current import current
 from torchweft.errors import CallTimeout, CheckpointError, WeftError, WorkerLost
 from torchweft.optim.distributed import Failure, described, name_of
 from torchweft.rpc import functions, rpc_sync
 from torchweft.rpc.current_call import caller
 from torchweft.rpc.futures import OrderedFuture, fail
-from torchweft.worker.current import current
 
 T = TypeVar("T")
 

@@ -23,11 +23,11 @@ from torch.nn.parameter import is_lazy
 from torchweft.checkpoint import kinds
 from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE, HostCopier
+from torchweft.engine.worker.agent import Agent, Slot
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ArgumentTypeError, CheckpointError
 from torchweft.optim.local import LocalOptimizer, Saved, step_lock
-from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 Content = dict[str, Any]
 Options = dict[int, dict[str, Any]]

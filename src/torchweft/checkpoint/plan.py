@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torchweft.arguments import kind_of
 from torchweft.checkpoint.kinds import in_base_form, is_plain, refill
 from torchweft.checkpoint.parts import Owned
+from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import WorkerInfo
 from torchweft.nn import RemoteModule
@@ -17,7 +18,6 @@ from torchweft.optim import DistributedOptimizer
 from torchweft.optim.local import LocalOptimizer
 from torchweft.optim.states import lineage
 from torchweft.rpc import RRef, get_worker_info, get_worker_infos
-from torchweft.worker.current import current
 
 SEPARATOR = "/"
 

@@ -26,6 +26,7 @@ from torchweft.checkpoint.reading import (
     grown_entries,
 )
 from torchweft.checkpoint.snapshots import BadManifest, Manifest, Snapshot, read_manifest
+from torchweft.engine.worker.current import current
 from torchweft.errors import (
     CheckpointError,
     NotInitialized,
@@ -36,7 +37,6 @@ from torchweft.errors import (
 from torchweft.files import read_plain
 from torchweft.optim.distributed import Failure, run_on_owners
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
-from torchweft.worker.current import current
 
 _GIVE_UP_S = 5.0
 

@@ -21,13 +21,13 @@ from torchweft.checkpoint.owner import Deadline, raise_first
 from torchweft.checkpoint.parts import Content, Described, Options
 from torchweft.checkpoint.plan import Plan, group_numbers
 from torchweft.checkpoint.snapshots import Item, Manifest, Parameter, Part, Snapshot
+from torchweft.engine.threads.interrupts import acquire
+from torchweft.engine.worker.agent import Slot
+from torchweft.engine.worker.current import current
 from torchweft.errors import CallCancelled, CallTimeout, ConfigurationError, NotInitialized
 from torchweft.ids import WorkerInfo
 from torchweft.optim.distributed import Failure, name_of, run_on_owners
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
-from torchweft.threads.interrupts import acquire
-from torchweft.worker.agent import Slot
-from torchweft.worker.current import current
 
 _log = logging.getLogger("torchweft")
 _GIVE_UP_S = 5.0

@@ -11,9 +11,9 @@ from torchweft.autograd import get_gradients, is_available
 from torchweft.autograd.contexts import Context, current_id, set_current_id
 from torchweft.autograd.engine import current_engine
 from torchweft.autograd.local_pass import enable_zeros
+from torchweft.engine.worker import current as current_agent
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 from torchweft.ids import WORKER_SHIFT, scoped_id
-from torchweft.worker import current as current_agent
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 

@@ -164,7 +164,7 @@ def uninstall() -> None:
         return
     from torchweft.autograd.local_pass import enable_zeros
     from torchweft.compat import waiting
-    from torchweft.worker import current
+    from torchweft.engine.worker import current
 
     with _lock:
         if not is_installed():

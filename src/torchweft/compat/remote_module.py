@@ -22,11 +22,11 @@ import torchweft.nn
 from torchweft.compat import rpc
 from torchweft.compat.rpc import api
 from torchweft.compat.rpc.internal import _internal_rpc_pickler
+from torchweft.engine.codec.reducers import register_reducer
+from torchweft.engine.codec.registry import rebuilds_pickled
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.nn.remote_module import Chain, refuse
 from torchweft.rpc import RRef, get_worker_info
-from torchweft.serialize.reducers import register_reducer
-from torchweft.serialize.registry import rebuilds_pickled
 
 __all__ = ["RemoteModule"]
 

@@ -16,7 +16,7 @@ from torchweft.embedding.plan import Layout, Stack
 from torchweft.embedding.roster import Roster
 from torchweft.embedding.rows import Part, put, take
 from torchweft.embedding.shard import Gradients, Shard
-from torchweft.serialize.registry import rebuilds_plain
+from torchweft.engine.codec.registry import rebuilds_plain
 
 ROWS: Final = "rows."
 WAITING: Final = "waiting."

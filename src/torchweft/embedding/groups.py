@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from torchweft.engine.protocol.registration import HOST
+from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
-from torchweft.protocol.registration import HOST
 from torchweft.rpc import get_worker_info
-from torchweft.worker.current import current
 
 Aggregate = Literal["host"] | Sequence[Sequence[str]] | None
 Groups = tuple[tuple[str, ...], ...]

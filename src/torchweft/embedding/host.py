@@ -24,12 +24,12 @@ from torchweft.embedding.rules import Rule
 from torchweft.embedding.shard import Gradients, Shard
 from torchweft.embedding.steps import Due, Steps
 from torchweft.embedding.wire import Wire, decode, encode
+from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rpc import RRef, functions
 from torchweft.rpc.current_call import check_caller, check_types, serves_another_strictly
 from torchweft.rpc.observed import tell
-from torchweft.serialize.registry import rebuilds_plain
-from torchweft.worker.current import current
 
 _hosts: Named[Host] = Named("has no", "they live as long as a worker has not closed them")
 

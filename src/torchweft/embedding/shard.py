@@ -9,12 +9,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from torchweft.channel.memory import advise_huge_pages
 from torchweft.embedding import initial
 from torchweft.embedding.errors import IdOutOfRange, InputError
 from torchweft.embedding.plan import Member, Stack
 from torchweft.embedding.rows import Bags, Entries, Part, pooled, put, summed, take
 from torchweft.embedding.rules import Rule
+from torchweft.engine.channels.memory import advise_huge_pages
 from torchweft.rpc.current_call import check_types
 
 _INTEGERS: Final = (torch.int32, torch.int64)

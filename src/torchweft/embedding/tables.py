@@ -36,11 +36,11 @@ from torchweft.embedding.resharding import Resharding
 from torchweft.embedding.rules import Rule
 from torchweft.embedding.stream import RowStream
 from torchweft.embedding.wire import Wire
+from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
 from torchweft.rpc.observed import tell
-from torchweft.worker.current import current
 
 B = TypeVar("B")
 _WAIT_S = 60.0

@@ -12,7 +12,7 @@ from torchweft.embedding.dynamic import DynamicShard
 from torchweft.embedding.pulled import Traffic
 from torchweft.embedding.shard import Shard
 from torchweft.embedding.steps import Steps
-from torchweft.protocol.observing import NumberRow, NumberTable
+from torchweft.engine.protocol.observing import NumberRow, NumberTable
 
 LOOKUPS = "embedding lookups"
 SERVERS = "embedding servers"

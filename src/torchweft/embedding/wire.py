@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torchweft.embedding.errors import InputError
+from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ConfigurationError
-from torchweft.serialize.registry import rebuilds_plain
 
 Form = Literal["fp16", "bf16", "int8"]
 FLOATS: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}

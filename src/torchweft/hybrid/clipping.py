@@ -19,13 +19,13 @@ from torchweft.embedding import host
 from torchweft.embedding.calls import call_servers
 from torchweft.embedding.pulled import Pulled
 from torchweft.embedding.rows import Part, summed
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 from torchweft.optim.clipping import norm, norm_of
 from torchweft.rpc import functions, get_worker_info, on_worker_lost
 from torchweft.rpc.current_call import check_caller, check_types
 from torchweft.rpc.futures import OrderedFuture
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
 
 Key = tuple[str, str, int]
 """Name of the tables, a token of this run, and how many norms were measured before."""

@@ -12,12 +12,12 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torchweft.arguments import UNSET_TIMEOUT, limit_of
+from torchweft.engine.io import addresses
+from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid.backends import Choice, choose_backend
 from torchweft.rpc import all_gather, get_worker_info
 from torchweft.rpc.devices import find_devices
-from torchweft.transport import addresses
-from torchweft.worker.current import current
 
 _WAIT_S = 300.0
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

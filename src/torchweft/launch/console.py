@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
 from torchweft import knobs, standard_streams
+from torchweft.engine.threads.interrupts import current_frames
 from torchweft.errors import LaunchError
 from torchweft.launch.folding import MANY, Folding, Held
-from torchweft.threads.interrupts import current_frames
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 """Terminal colours that workers take in turn; red is left to errors."""

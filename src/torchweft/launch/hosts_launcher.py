@@ -222,7 +222,7 @@ class _HostsCluster(Cluster):
     def _make_nursery(self) -> WorkerSource:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        from torchweft.transport.addresses import own_address_towards
+        from torchweft.engine.io.addresses import own_address_towards
 
         hosts = self._launcher.hosts(len(self.names))
         placed = place(self.names, hosts)

@@ -114,7 +114,7 @@ def check_options(options: RpcBackendOptions) -> None:
         ConfigurationError: A value is invalid, or is defined in the main program, which the workers
             do not run.
     """
-    from torchweft.serialize.functions import MAIN_MODULES, describe
+    from torchweft.engine.codec.functions import MAIN_MODULES, describe
 
     options.check()
     given = [("callables", each) for each in options.callables]
@@ -149,7 +149,7 @@ def setup_error(report: str) -> BaseException | None:
             content = file.read()
     except FileNotFoundError:
         return None
-    from torchweft.serialize.exceptions import unpack_error
+    from torchweft.engine.codec.exceptions import unpack_error
 
     return unpack_error(content)
 
@@ -231,8 +231,8 @@ def _store_of_caller(options: RpcBackendOptions, method: str) -> Any:
     """Connects with the store in the caller of another host; sets the secret and the address."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    from torchweft.engine.io.addresses import own_address_towards
     from torchweft.secret import Secret
-    from torchweft.transport.addresses import own_address_towards
 
     place = urlsplit(method)
     assert place.hostname is not None
@@ -283,7 +283,7 @@ def _furnish(job: dict[str, Any]) -> None:
         if job["setup"] is not None:
             pickle.loads(base64.b64decode(job["setup"]))()
     except BaseException as error:
-        from torchweft.serialize.exceptions import pack_error
+        from torchweft.engine.codec.exceptions import pack_error
 
         with open(job["report"], "wb") as file:
             file.write(pack_error(error, job["name"], main_by_name=False))
@@ -363,7 +363,7 @@ _STYLES: dict[type[logging.PercentStyle], str] = {
 
 def logging_here() -> Configuration:
     """Returns this process's logging configuration, for ``configure``."""
-    from torchweft.threads import reports
+    from torchweft.engine.threads import reports
 
     reports.install()
     loggers = logging.root.manager.loggerDict
@@ -378,7 +378,7 @@ def logging_here() -> Configuration:
 
 def configure(configuration: Configuration) -> None:
     """Applies a configuration from ``logging_here`` to this process, a worker."""
-    from torchweft.threads import reports
+    from torchweft.engine.threads import reports
 
     reports.install()
     logging.disable(configuration["disabled"])

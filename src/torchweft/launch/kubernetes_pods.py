@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torchweft.engine.io.addresses import is_loopback
 from torchweft.errors import ConfigurationError
 from torchweft.launch.worker import worker_names
 from torchweft.scraping import Address
-from torchweft.transport.addresses import is_loopback
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from torchweft.launch.report import describe_duration
 
 if TYPE_CHECKING:
+    from torchweft.engine.threads.reports import Lacking
     from torchweft.rpc import WorkerStacks
-    from torchweft.threads.reports import Lacking
 
 SAY_S = 5.0
 """Seconds between reports of the workers that a shutdown waits for."""
@@ -86,9 +86,9 @@ def _doings(lacking: Lacking) -> dict[str, WorkerStacks | None]:
     A lacking worker that answers and serves no call only waits for another worker, so it is not
     to blame. If no lacking worker is to blame, all workers are asked.
     """
+    from torchweft.engine.worker.current import current
     from torchweft.rpc.observed import ask_all
     from torchweft.rpc.worker import WORKER
-    from torchweft.worker.current import current
 
     agent = current()
     told: dict[str, WorkerStacks | None] = {}

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from torchweft import knobs
+from torchweft.engine.worker import deaths
 from torchweft.errors import (
     CallTimeout,
     LaunchError,
@@ -45,7 +46,6 @@ from torchweft.launch.supervisor import Supervisor
 from torchweft.launch.terms import Terms
 from torchweft.launch.worker import WorkerExit, WorkerSpec, compute_environment, worker_seed
 from torchweft.patching import check_unpatched
-from torchweft.worker import deaths
 
 if TYPE_CHECKING:
     from torchweft.launch.cluster_store import ClusterStore
@@ -187,7 +187,7 @@ class Cluster:
             LaunchError: It will not join any more.
             RendezvousTimeout: It did not join in time.
         """
-        from torchweft.threads.reports import Notice
+        from torchweft.engine.threads.reports import Notice
 
         deadline_s = time.monotonic() + timeout_s
         notice = Notice("the cluster", lambda: f"for worker {name!r} to join")
@@ -513,9 +513,9 @@ def shipped(function: Callable[[], object]) -> bytes:
 
 def _has_joined(name: str, deadline_s: float) -> bool:
     """Whether this process and the other workers know a worker, which lives."""
+    from torchweft.engine.worker import current
     from torchweft.rpc.calls import has_joined
     from torchweft.rpc.worker import current_worker
-    from torchweft.worker import current
 
     for peer in current.current().members.present():
         if peer.name == name and peer.lost is None:
@@ -537,6 +537,6 @@ def _leave_at_once() -> None:
 def _check_unset() -> None:
     check_unpatched()
     # Not imported here: the caller loads torch while the workers do, not before them.
-    current = sys.modules.get("torchweft.worker.current")
+    current = sys.modules.get("torchweft.engine.worker.current")
     if current is not None:
         current.check_unset()

@@ -5,7 +5,7 @@ of an open group meet at a store in the launcher. The loop that follows the work
 store, which needs neither torch nor a thread. It lives as long as the run, whichever worker dies.
 Nothing listens on the network. Every user of the machine can see the socket's name, so the server
 checks each sender: the kernel attaches the sending user to each datagram. See
-``torchweft.worker.rendezvous`` for the workers' side.
+``torchweft.engine.worker.rendezvous`` for the workers' side.
 """
 
 from __future__ import annotations

@@ -41,11 +41,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torchweft import standard_streams
+from torchweft.engine.worker.deaths import VARIABLE as NOTE_VARIABLE
+from torchweft.engine.worker.deaths import leave_note
 from torchweft.launch.control import ControlSocket, Ladder, Message
 from torchweft.launch.job import Job, run_job
 from torchweft.launch.report import MemoryKills, describe_exit
-from torchweft.worker.deaths import VARIABLE as NOTE_VARIABLE
-from torchweft.worker.deaths import leave_note
 
 LEFTOVER_LADDER: Ladder = [(signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
 GROUP_POLL_S = 0.05

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchweft.engine.io.addresses import is_loopback, is_unspecified
 from torchweft.scraping import VARIABLE, Address, check_free, check_package
-from torchweft.transport.addresses import is_loopback, is_unspecified
 
 _MOST_SHOWN = 8
 

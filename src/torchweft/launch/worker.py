@@ -32,7 +32,7 @@ class WorkerSpec:
         job: What the process does: a dictionary made by ``torchweft.launch.job``.
         environment: All of its environment variables.
         notes: The folder for the note that tells other workers how it ended; see
-            ``torchweft.worker.deaths``.
+            ``torchweft.engine.worker.deaths``.
         directory: The directory that it starts in.
     """
 

@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any
 
 from torchweft.arguments import check_type, limit_of
+from torchweft.engine.codec.functions import UNWRAPPED
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.mapreduce.map_call import MapCall, MapFuture
 from torchweft.mapreduce.partitioners import (
@@ -23,7 +24,6 @@ from torchweft.mapreduce.parts import broadcast
 from torchweft.mapreduce.plan import Manner
 from torchweft.mapreduce.reducers import Reducer, mean_reducer, sum_reducer
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
-from torchweft.serialize.functions import UNWRAPPED
 
 __all__ = [
     "TensorDimensionPartitioner",

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchweft.engine.codec.functions import describe
 from torchweft.mapreduce import trees
 from torchweft.rpc.functions import ASYNC_MARK
-from torchweft.serialize.functions import describe
 
 _WANTED = "torchweft buffers"
 """The keyword argument, which no function can have, of the part that returns its buffers."""

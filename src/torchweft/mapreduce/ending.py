@@ -17,13 +17,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from torchweft.engine.codec.registry import remotely_callable
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.calls import current_call
 from torchweft.errors import WeftError
 from torchweft.rpc import rpc_async, shutdown
 from torchweft.rpc.current_call import check_types
-from torchweft.serialize.registry import remotely_callable
-from torchweft.worker import current as current_agent
-from torchweft.worker.agent import Agent
-from torchweft.worker.calls import current_call
 
 _TELL_LIMIT_S = 2.0
 """Time limit for reporting a failure to the other workers: some may have no thread to serve it."""

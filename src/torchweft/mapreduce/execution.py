@@ -24,6 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweft.autograd.contexts import current_id
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
+from torchweft.engine.threads.reports import log_exception
+from torchweft.engine.worker.calls import current_call
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.mapreduce import shared
@@ -47,11 +52,6 @@ from torchweft.rpc.calls import create, start
 from torchweft.rpc.futures import Future, wait_unseen
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.worker import Worker
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
-from torchweft.threads.reports import log_exception
-from torchweft.worker.calls import current_call
-from torchweft.worker.peers import Peer
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]
 """Called with the results in the order of the parts, or with an error."""

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
+from torchweft.engine.threads.reactor import Reactor
+from torchweft.engine.worker.current import current
 from torchweft.errors import AutogradError
 from torchweft.mapreduce.buffers import Buffers
 from torchweft.mapreduce.execution import Execution, surroundings
@@ -16,8 +18,6 @@ from torchweft.mapreduce.reducers import Reducer, reduce
 from torchweft.mapreduce.replay import Results
 from torchweft.rpc.futures import Future, OrderedFuture, begin, fail, open_calls
 from torchweft.rpc.worker import WORKER
-from torchweft.threads.reactor import Reactor
-from torchweft.worker.current import current
 
 T = TypeVar("T")
 OpenCalls = Callable[[], Sequence[Future[Any]]]

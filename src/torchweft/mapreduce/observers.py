@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from threading import Lock, current_thread, main_thread
 from typing import TYPE_CHECKING, Protocol
 
+from torchweft.engine.threads.reports import log_exception
 from torchweft.progress import Display, Nouns
-from torchweft.threads.reports import log_exception
 
 if TYPE_CHECKING:
     from typing_extensions import Self

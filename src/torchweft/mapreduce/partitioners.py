@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchweft.engine.codec.functions import describe
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.mapreduce import trees
 from torchweft.mapreduce.parts import (
@@ -33,7 +34,6 @@ from torchweft.mapreduce.parts import (
     without_lost,
 )
 from torchweft.mapreduce.world import get_world_rank
-from torchweft.serialize.functions import describe
 
 # The partitioner that cuts tensors along a dimension
 

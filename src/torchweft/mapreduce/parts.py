@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from torchweft.engine.worker.current import current, is_set
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.ids import WorkerInfo
 from torchweft.mapreduce import trees
 from torchweft.mapreduce.world import get_world_size
 from torchweft.rpc import get_worker_info, get_worker_infos
-from torchweft.worker.current import current, is_set
 
 
 class Part(tuple[int, tuple[Any, ...], dict[str, Any]]):

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from torchweft import knobs
+from torchweft.engine.codec.functions import describe, name_of
+from torchweft.engine.codec.objects import Packed
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import SerializationError, WorkerLost
 from torchweft.mapreduce import trees
 from torchweft.mapreduce.buffers import Buffers
@@ -26,9 +29,6 @@ from torchweft.mapreduce.shared import Slot
 from torchweft.rpc import RRef
 from torchweft.rpc.functions import ASYNC_MARK
 from torchweft.rpc.worker import Worker
-from torchweft.serialize.functions import describe, name_of
-from torchweft.serialize.objects import Packed
-from torchweft.worker.peers import Peer
 
 _FOR_LEAVES = ("can't optimize a non-leaf Tensor", "Only Tensors created explicitly by the user")
 """The errors of torch where an optimizer, or a deep copy, is given a tensor that has a graph."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweft.engine.codec.functions import describe
 from torchweft.errors import ReduceError
 from torchweft.mapreduce import trees
-from torchweft.serialize.functions import describe
 
 Reducer = Callable[..., Any]
 

@@ -13,6 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from torchweft.autograd.contexts import current_id
+from torchweft.engine.codec.functions import describe
+from torchweft.engine.codec.objects import unpack
+from torchweft.engine.codec.registry import rebuilds_plain, remotely_callable
+from torchweft.engine.worker.calls import current_call
+from torchweft.engine.worker.tensor_messages import own_copy
 from torchweft.errors import ArgumentTypeError, CallCancelled
 from torchweft.mapreduce import trees
 from torchweft.mapreduce.buffers import original
@@ -22,11 +27,6 @@ from torchweft.rpc.current_call import check_called, check_types, is_cancelled
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.serving import WhenReady, owned
 from torchweft.rpc.worker import current_worker
-from torchweft.serialize.functions import describe
-from torchweft.serialize.objects import unpack
-from torchweft.serialize.registry import rebuilds_plain, remotely_callable
-from torchweft.worker.calls import current_call
-from torchweft.worker.tensor_messages import own_copy
 
 _LOOK_S = 0.5
 """How often a part that waits for its turn checks whether it was cancelled."""

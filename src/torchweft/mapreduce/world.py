@@ -21,15 +21,15 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from torchweft import rpc
+from torchweft.engine.protocol.registration import HOST
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.current import current, is_set
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import WorkerInfo
 from torchweft.mapreduce.ending import recorded, staying
-from torchweft.protocol.registration import HOST
 from torchweft.rpc.joining import INIT_METHOD_VARIABLE, NAME_VARIABLE, get_worker_info
 from torchweft.rpc.options import from_tensorpipe
 from torchweft.rpc.placement import find
-from torchweft.worker.agent import Agent
-from torchweft.worker.current import current, is_set
 
 __all__ = [
     "WorldInfo",

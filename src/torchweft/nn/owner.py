@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchweft.engine.codec.registry import is_exposed, rebuilds_plain, remotely_callable
+from torchweft.engine.worker.agent import Slot
+from torchweft.engine.worker.calls import current_call
+from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
 from torchweft.rpc.current_call import (
@@ -23,10 +27,6 @@ from torchweft.rpc.current_call import (
     serves_another_strictly,
 )
 from torchweft.rpc.serving import WhenReady, method_of, owned
-from torchweft.serialize.registry import is_exposed, rebuilds_plain, remotely_callable
-from torchweft.worker.agent import Slot
-from torchweft.worker.calls import current_call
-from torchweft.worker.current import current
 
 HOST = "cpu"
 

@@ -10,6 +10,10 @@ from torch import nn
 from torch._guards import TracingContext
 
 from torchweft.arguments import check_type, kind_of, wrong_type
+from torchweft.engine.codec.functions import describe
+from torchweft.engine.codec.registry import has_callable_methods, rebuilds_plain
+from torchweft.engine.codec.tracebacks import shorten, without_own_frames
+from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
 from torchweft.nn import owner
 from torchweft.nn.owner import Step
@@ -18,10 +22,6 @@ from torchweft.rpc.calls import call_and_wait, use
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.health import info_of
 from torchweft.rpc.worker import WORKER
-from torchweft.serialize.functions import describe
-from torchweft.serialize.registry import has_callable_methods, rebuilds_plain
-from torchweft.serialize.tracebacks import shorten, without_own_frames
-from torchweft.worker.current import current
 
 # The placement of a module: a worker, and a device there
 

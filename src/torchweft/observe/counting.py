@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchweft import knobs
+from torchweft.engine.codec.functions import describe, own_name
+from torchweft.engine.protocol.served_calls import AnsweredCall
+from torchweft.engine.wire.messages import ERROR_REPLY
+from torchweft.engine.worker.calls import PendingCall
 from torchweft.ids import ReferenceId
 from torchweft.observe.report import LEAST_S, STEPS, FunctionCounts
-from torchweft.protocol.served_calls import AnsweredCall
 from torchweft.rpc.worker import Watcher, Worker
-from torchweft.serialize.functions import describe, own_name
-from torchweft.wire.messages import ERROR_REPLY
-from torchweft.worker.calls import PendingCall
 
 LEASE_S = 10.0
 """Seconds for which calls are counted after a report."""

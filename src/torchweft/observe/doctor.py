@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchweft import knobs
-from torchweft.channel.channels import UNTRIED
-from torchweft.channel.cuda import NO_CUDA
-from torchweft.channel.rdma import NO_DEVICE
+from torchweft.engine.channels.channels import UNTRIED
+from torchweft.engine.channels.cuda import NO_CUDA
+from torchweft.engine.channels.rdma import NO_DEVICE
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid import Facts, choose_backend
 from torchweft.observe.examining import THOROUGH, gather, tell_host, tell_pair

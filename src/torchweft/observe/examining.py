@@ -22,21 +22,21 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from torchweft.engine.codec.registry import remotely_callable, remotely_callable_unless_strict
+from torchweft.engine.io import addresses
+from torchweft.engine.protocol.observing import Reading, lead_of
+from torchweft.engine.protocol.registration import HOST, NETWORK
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallTimeout, ProtocolError
 from torchweft.native import native, reason
 from torchweft.observe.facts import HostFacts, PairFacts, WorkerFacts, encode_facts
-from torchweft.protocol.observing import Reading, lead_of
-from torchweft.protocol.registration import HOST, NETWORK
 from torchweft.rpc.api import rpc_sync
 from torchweft.rpc.current_call import check_types
 from torchweft.rpc.devices import find_devices
 from torchweft.rpc.health import WorkerState, health_of
-from torchweft.serialize.registry import remotely_callable, remotely_callable_unless_strict
-from torchweft.transport import addresses
 from torchweft.version import VERSION
-from torchweft.worker.agent import Agent
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 T = TypeVar("T")
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torchweft import knobs
+from torchweft.engine.io import addresses
+from torchweft.engine.io.handshake import NotProven
 from torchweft.errors import (
     ConfigurationError,
     GroupNotFound,
@@ -35,8 +37,6 @@ from torchweft.observe.report import (
     decode_report,
 )
 from torchweft.observe.session import Access, ask, process_at, why_silent
-from torchweft.transport import addresses
-from torchweft.transport.handshake import NotProven
 
 T = TypeVar("T")
 R = TypeVar("R")

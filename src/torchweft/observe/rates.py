@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from torchweft.engine.protocol.observing import SHUTDOWN
 from torchweft.observe.report import FunctionCounts, Report, percentile, since, sum_of
-from torchweft.protocol.observing import SHUTDOWN
 
 IN, OUT = "in", "out"
 

@@ -1,7 +1,7 @@
 """The answers of a worker to an observer: who it is, and a report of everything it does.
 
 An *activity* is a thread of the program, or a call that is served. A served call has a key that its
-caller and its callee give it alike; see ``torchweft.protocol.observing``. Reports travel as JSON.
+caller and its callee give it alike; see ``engine.protocol.observing``. Reports travel as JSON.
 They are read strictly, since the sender may be of another version.
 
 The buckets of a histogram of times grow by a constant factor, 2^(1/8): 8 for each doubling. So one
@@ -21,8 +21,8 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 from torchweft.columns import LAYOUT, printable
+from torchweft.engine.protocol.observing import NumberTable, Wait
 from torchweft.errors import ProtocolError
-from torchweft.protocol.observing import NumberTable, Wait
 
 STEPS = 8
 """Buckets for each doubling."""

@@ -26,6 +26,21 @@ from types import FrameType
 import torch
 
 from torchweft import knobs
+from torchweft.engine.protocol.observing import (
+    CALL,
+    SHUTDOWN,
+    NumberRow,
+    NumberTable,
+    Wait,
+    call_key,
+    reference_key,
+)
+from torchweft.engine.protocol.registration import HOST
+from torchweft.engine.protocol.served_calls import ServedCall as Served
+from torchweft.engine.wire.frames import encode_frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.calls import PendingCall
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ConfigurationError, NotInitialized, ProtocolError, WorkerLost
 from torchweft.files import replacing
 from torchweft.observe.counting import LEASE_S, METRICS_LEASE_S, Counting, name_of
@@ -48,17 +63,6 @@ from torchweft.observe.report import (
     Traffic,
     encode,
 )
-from torchweft.protocol.observing import (
-    CALL,
-    SHUTDOWN,
-    NumberRow,
-    NumberTable,
-    Wait,
-    call_key,
-    reference_key,
-)
-from torchweft.protocol.registration import HOST
-from torchweft.protocol.served_calls import ServedCall as Served
 from torchweft.rpc.health import health_of
 from torchweft.rpc.observed import (
     TELLERS,
@@ -73,10 +77,6 @@ from torchweft.rpc.observed import (
 )
 from torchweft.rpc.serving import Call, key_of
 from torchweft.rpc.worker import Worker
-from torchweft.wire.frames import encode_frame
-from torchweft.wire.messages import Kind
-from torchweft.worker.calls import PendingCall
-from torchweft.worker.peers import Peer
 
 _LIBRARIES = tuple(
     os.path.dirname(module.__file__ or "") + os.sep for module in (os, torch) if module.__file__

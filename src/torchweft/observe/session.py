@@ -15,14 +15,14 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from torchweft.engine.io import addresses
+from torchweft.engine.io.handshake import Greeting, Handshake, NotProven, check_user
+from torchweft.engine.io.secure import TlsOptions, secure_client
+from torchweft.engine.protocol.connecting import OBSERVER, Hello, Purpose
+from torchweft.engine.wire.frames import HEADER
+from torchweft.engine.wire.messages import Kind
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.protocol.connecting import OBSERVER, Hello, Purpose
 from torchweft.secret import Secret, key_of_observers
-from torchweft.transport import addresses
-from torchweft.transport.handshake import Greeting, Handshake, NotProven, check_user
-from torchweft.transport.secure import TlsOptions, secure_client
-from torchweft.wire.frames import HEADER
-from torchweft.wire.messages import Kind
 
 _STATES = {
     "T": "is stopped by a signal; kill -CONT {pid} lets it go on",

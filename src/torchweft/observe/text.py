@@ -8,9 +8,9 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torchweft.columns import aligned
+from torchweft.engine.protocol.observing import NumberRow
 from torchweft.observe.rates import FunctionRate, PeerRate, WorkerRate
 from torchweft.observe.report import Report
-from torchweft.protocol.observing import NumberRow
 
 _MOST_FUNCTIONS = 15
 _MOST_CALLS = 30

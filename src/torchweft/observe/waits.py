@@ -15,8 +15,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from torchweft.observe.report import Report, ServedCall, Thread
-from torchweft.protocol.observing import (
+from torchweft.engine.protocol.observing import (
     CALL,
     GATHERING,
     MESSAGE,
@@ -26,6 +25,7 @@ from torchweft.protocol.observing import (
     Wait,
     making_key,
 )
+from torchweft.observe.report import Report, ServedCall, Thread
 
 Name = TypeVar("Name", bound=Hashable)
 

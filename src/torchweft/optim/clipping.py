@@ -17,13 +17,13 @@ from torch import Tensor
 from torchweft.autograd import get_gradients
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
+from torchweft.engine.codec.registry import remotely_callable
 from torchweft.errors import ArgumentTypeError, ConfigurationError, OptimizerError
 from torchweft.optim.distributed import raise_failures, run_on_owners
 from torchweft.optim.local import Address, address_of, value_at
 from torchweft.optim.states import by_owner, read_references
 from torchweft.rpc import RRef
 from torchweft.rpc.current_call import check_types
-from torchweft.serialize.registry import remotely_callable
 
 _DIVISION_GUARD = 1e-6
 """The constant that torch adds to the norm before it divides by it."""

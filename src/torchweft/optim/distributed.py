@@ -23,6 +23,9 @@ from torch.optim import Optimizer
 from torchweft.arguments import check_type, kind_of
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
+from torchweft.engine.codec.registry import has_callable_methods
+from torchweft.engine.codec.tracebacks import without_own_frames
+from torchweft.engine.worker.current import current
 from torchweft.errors import (
     ArgumentTypeError,
     CallTimeout,
@@ -36,9 +39,6 @@ from torchweft.optim.local import Address, address_of, with_hooks
 from torchweft.optim.states import Group, Options, by_owner
 from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, rpc_async, rpc_sync
 from torchweft.rpc.health import info_of
-from torchweft.serialize.registry import has_callable_methods
-from torchweft.serialize.tracebacks import without_own_frames
-from torchweft.worker.current import current
 
 Arguments = tuple[Any, ...]
 

@@ -32,6 +32,11 @@ from torch.optim import Optimizer, optimizer
 
 from torchweft.autograd import get_gradients
 from torchweft.autograd.refusals import OWN_HOOKS, leave_out
+from torchweft.engine.codec.registry import rebuilds_plain, remotely_callable
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Guard, new_guard
+from torchweft.engine.worker.agent import Slot
+from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.optim.states import Options, Reference, StateDict
 from torchweft.rpc import RRef
@@ -44,11 +49,6 @@ from torchweft.rpc.current_call import (
 )
 from torchweft.rpc.rref import is_made_plainly
 from torchweft.rpc.worker import current_worker
-from torchweft.serialize.registry import rebuilds_plain, remotely_callable
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Guard, new_guard
-from torchweft.worker.agent import Slot
-from torchweft.worker.current import current
 
 _COMPILER = "torch._dynamo"
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from torchweft.arguments import check_workers, wrong_type
+from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.pipeline import host, stepping, stream_host
@@ -28,7 +29,6 @@ from torchweft.pipeline.weights import Where
 from torchweft.pipeline.wiring import BATCH
 from torchweft.rpc import Future, RRef, as_completed, get_worker_info, rpc_async, rpc_sync
 from torchweft.rpc.futures import ignore_errors
-from torchweft.worker.current import current
 
 WAIT_S = 60.0
 """How long stages wait for one another by default, and calls of a pipeline at least."""

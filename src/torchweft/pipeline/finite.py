@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from torchweft.engine.worker.peers import Peer
 from torchweft.pipeline.errors import NotFinite
 from torchweft.pipeline.stage_run import Leaves, StageRun
 from torchweft.pipeline.values import Packet, describe
 from torchweft.pipeline.wiring import BATCH
-from torchweft.worker.peers import Peer
 
 
 class Found(NamedTuple):

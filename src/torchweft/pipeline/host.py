@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweft.engine.threads import device_streams
+from torchweft.engine.worker.calls import current_call
 from torchweft.errors import ArgumentTypeError
 from torchweft.optim.clipping import norm, on_host
 from torchweft.pipeline.recording import Notes, WorkerNotes
@@ -16,8 +18,6 @@ from torchweft.pipeline.runner import START, Assignment, Runner, Start
 from torchweft.probe import clock_id
 from torchweft.rpc import RRef, functions
 from torchweft.rpc.futures import OrderedFuture
-from torchweft.threads import device_streams
-from torchweft.worker.calls import current_call
 
 _runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchweft import checkpoint as snapshots
 from torchweft.arguments import check_callable, check_choice, limit_of, wrong_type
 from torchweft.closing import Closing
+from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
 from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
 from torchweft.optim.states import Moved
@@ -32,7 +33,6 @@ from torchweft.pipeline.streaming import OptimizerMaker, Run, iterator_of
 from torchweft.pipeline.values import joined
 from torchweft.pipeline.wiring import Wiring
 from torchweft.rpc import UNSET_RPC_TIMEOUT
-from torchweft.worker.current import current
 
 _ON_WORKERS = "pass a function or class, which is called on workers"
 

@@ -20,6 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.arguments import kind_of
+from torchweft.engine.protocol.observing import MESSAGE, Wait
+from torchweft.engine.protocol.served_calls import ServedCall
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Attached, Mark
+from torchweft.engine.threads.reactor import Parts
+from torchweft.engine.threads.thread_modes import THREADS
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import PipelineError, ProtocolError, WeftError, WorkerLost
 from torchweft.optim.local import call_method
 from torchweft.pipeline.copies import Copies, added, separated
@@ -29,17 +37,9 @@ from torchweft.pipeline.schedules import Action, Kind, Table
 from torchweft.pipeline.stage_run import Leaves, Objective, StageRun
 from torchweft.pipeline.values import Packet, describe
 from torchweft.pipeline.wiring import BATCH, Wiring
-from torchweft.protocol.observing import MESSAGE, Wait
-from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc import on_worker_lost
 from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Attached, Mark
-from torchweft.threads.reactor import Parts
-from torchweft.threads.thread_modes import THREADS
-from torchweft.wire.frames import Frame
-from torchweft.worker.peers import Peer
 
 FORWARD, BACKWARD, COPIES = range(3)
 """The kinds of messages between stages."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.autograd.component import accumulate
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
 
 
 class _Fork(NamedTuple):

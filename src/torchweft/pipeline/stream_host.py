@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
+from torchweft.engine.worker.peers import Peer
 from torchweft.pipeline import host
 from torchweft.pipeline.runner import Assignment, Runner, Start
 from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream
 from torchweft.pipeline.versions import WeightVersions
 from torchweft.rpc import RRef, rpc_async
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
-from torchweft.worker.peers import Peer
 
 ENTER = 3
 """The kind of messages with which the driver lets minibatches enter."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchweft.arguments import kind_of, wrong_type
+from torchweft.engine.threads import device_streams
 from torchweft.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -29,7 +30,6 @@ from torchweft.pipeline.values import picked_for, uncut
 from torchweft.pipeline.window import Window
 from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.rpc import rpc_async
-from torchweft.threads import device_streams
 
 OptimizerMaker = Callable[[list[Tensor]], torch.optim.Optimizer]
 """Makes the optimizer of one worker's weights."""

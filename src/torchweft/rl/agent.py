@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from torchweft.arguments import wrong_type
+from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.rl.errors import WrongActions
 from torchweft.rl.policies import NUMBER, Decision, LocalPolicy
 from torchweft.rpc import RRef, expose, functions
 from torchweft.rpc.futures import Future
-from torchweft.serialize.registry import rebuilds_plain
 
 LONGEST_WAIT_S = 0.1
 """How long a batch waits at most for an observer that is slower than the others."""

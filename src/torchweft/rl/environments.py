@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchweft.arguments import checked_int, kind_of, wrong_type
+from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.engine.threads.reports import log_exception
 from torchweft.errors import ConfigurationError
 from torchweft.rl.errors import UnservedSpace, WrongObservations
-from torchweft.serialize.registry import rebuilds_plain
-from torchweft.threads.reports import log_exception
 
 Array = NDArray[Any]
 

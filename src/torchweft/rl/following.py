@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ConfigurationError
 from torchweft.rl.policies import Decision, LocalPolicy
 from torchweft.rpc import RRef
-from torchweft.serialize.registry import rebuilds_plain
 from torchweft.weights import Publisher, Subscriber
 
 

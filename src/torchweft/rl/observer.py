@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.rl.environments import (
     Array,
     Environments,
@@ -26,7 +27,6 @@ from torchweft.rl.programs import program_of
 from torchweft.rl.trajectories import Collected, Episode, Trajectory
 from torchweft.rpc import RRef, expose
 from torchweft.rpc.current_call import check_types, refuse, serves_another_strictly
-from torchweft.serialize.registry import rebuilds_plain
 
 
 @rebuilds_plain

@@ -25,6 +25,8 @@ import torch
 
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.closing import Closing
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rl.agent import Agent, RemotePolicy
 from torchweft.rl.environments import Environments
@@ -37,8 +39,6 @@ from torchweft.rl.programs import program_of
 from torchweft.rl.trajectories import Collected, Trajectory
 from torchweft.rpc import RRef
 from torchweft.rpc.futures import ignore_errors
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
 
 READY, BUSY, LATE, LOST = "ready", "busy", "late", "lost"
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchweft import rpc
+from torchweft.engine.threads.device_streams import ServedStreams
 from torchweft.rl.observer import Observer
-from torchweft.threads.device_streams import ServedStreams
 
 Done = Callable[[Any, BaseException | None], None]
 """Called with the result of a method, or with its error."""

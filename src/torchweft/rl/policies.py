@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.arguments import kind_of, wrong_type
+from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rl.draws import uniform
 from torchweft.rl.errors import WrongActions, WrongObservations
-from torchweft.serialize.registry import rebuilds_plain
 
 NUMBER, DECISIONS, STARTS = range(3)
 """Columns of the environments that ask: number, decisions before this, whether an episode starts.

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ConfigurationError
 from torchweft.rpc import RRef
-from torchweft.serialize.registry import rebuilds_plain
 
 
 @rebuilds_plain

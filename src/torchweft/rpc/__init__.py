@@ -6,6 +6,7 @@ The names and their meaning are those of ``torch.distributed.rpc``.
 from typing import Any
 
 from torchweft.arguments import did_you_mean
+from torchweft.engine.codec.registry import expose, register
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import constants, functions
 from torchweft.rpc.api import (
@@ -39,7 +40,6 @@ from torchweft.rpc.observed import CallStatus, ThreadStack, WorkerStacks, stacks
 from torchweft.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.streams import Merged, Stream, merged, stream
-from torchweft.serialize.registry import expose, register
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",

@@ -18,6 +18,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 import torch
 
 from torchweft.arguments import check_type, wrong_type
+from torchweft.engine.codec.tracebacks import shorten, without_own_frames
+from torchweft.engine.threads.reports import first_names
+from torchweft.engine.worker import current as of_process
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.calls import PendingCall
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.calls import (
@@ -35,12 +41,6 @@ from torchweft.rpc.current_call import remaining_time
 from torchweft.rpc.futures import Future, fail, open_calls
 from torchweft.rpc.rref import RRef, check_method
 from torchweft.rpc.worker import WORKER
-from torchweft.serialize.tracebacks import shorten, without_own_frames
-from torchweft.threads.reports import first_names
-from torchweft.worker import current as of_process
-from torchweft.worker.agent import Agent
-from torchweft.worker.calls import PendingCall
-from torchweft.worker.peers import Peer
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack

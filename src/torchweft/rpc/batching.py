@@ -28,6 +28,19 @@ import torch
 
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.autograd.contexts import current_id
+from torchweft.engine.codec.exceptions import fresh_copy
+from torchweft.engine.codec.functions import resolve
+from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.engine.protocol.served_calls import SLOW_S, AnsweredCall, ServedCall
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
+from torchweft.engine.threads.reactor import LAST as RUN_LAST
+from torchweft.engine.threads.reactor import OWN
+from torchweft.engine.threads.timers import Timer
+from torchweft.engine.wire.messages import NO_GRAD
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.agent import Agent, Slot
+from torchweft.engine.worker.calls import current_call
 from torchweft.errors import (
     ArgumentTypeError,
     CallCancelled,
@@ -35,7 +48,6 @@ from torchweft.errors import (
     ConfigurationError,
     QueueFull,
 )
-from torchweft.protocol.served_calls import SLOW_S, AnsweredCall, ServedCall
 from torchweft.rpc.current_call import TAKEN, remaining_time
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.stacking import (
@@ -49,18 +61,6 @@ from torchweft.rpc.stacking import (
     take_apart,
 )
 from torchweft.rpc.worker import WORKER
-from torchweft.serialize.exceptions import fresh_copy
-from torchweft.serialize.functions import resolve
-from torchweft.serialize.registry import rebuilds_plain
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
-from torchweft.threads.reactor import LAST as RUN_LAST
-from torchweft.threads.reactor import OWN
-from torchweft.threads.timers import Timer
-from torchweft.wire.messages import NO_GRAD
-from torchweft.worker import current as current_agent
-from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.calls import current_call
 
 P = ParamSpec("P")
 T = TypeVar("T")

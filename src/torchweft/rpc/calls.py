@@ -22,19 +22,19 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
 from torchweft.arguments import kind_of, limit_of, wrong_type
+from torchweft.engine.codec.functions import text_of
+from torchweft.engine.protocol.calls import Subject, nest
+from torchweft.engine.worker import current as of_process
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.calls import PendingCall, current_call
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ArgumentTypeError, CallCancelled, WorkerLost
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.calls import Subject, nest
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.encoding import Request
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.serialize.functions import text_of
-from torchweft.worker import current as of_process
-from torchweft.worker.agent import Agent
-from torchweft.worker.calls import PendingCall, current_call
-from torchweft.worker.peers import Peer
 
 Destination = str | int | WorkerInfo
 

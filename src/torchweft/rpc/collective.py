@@ -24,21 +24,21 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torchweft.arguments import limit_of
+from torchweft.engine.codec.registry import rebuilds_plain, remotely_callable
+from torchweft.engine.codec.tracebacks import without_own_frames
+from torchweft.engine.protocol.observing import GATHERING, Wait
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
+from torchweft.engine.threads.reports import OpenWait
+from torchweft.engine.worker.agent import Agent, Slot
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallError, CallTimeout, ConfigurationError, NotInitialized, WorkerLost
-from torchweft.protocol.observing import GATHERING, Wait
 from torchweft.rpc.api import rpc_async, rpc_sync
 from torchweft.rpc.calls import Destination
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import check_types, detached, refuse, remaining_time, strict_caller
 from torchweft.rpc.futures import Future, ignore_errors
-from torchweft.serialize.registry import rebuilds_plain, remotely_callable
-from torchweft.serialize.tracebacks import without_own_frames
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
-from torchweft.threads.reports import OpenWait
-from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 T = TypeVar("T")
 

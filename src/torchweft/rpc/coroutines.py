@@ -13,11 +13,11 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from torchweft.autograd.contexts import set_current_id
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Attached, Mark, ServedStreams, arguments_of
+from torchweft.engine.threads.reports import log_exception
+from torchweft.engine.threads.thread_modes import THREADS, Modes, take_away, tidy
 from torchweft.errors import CallRefused
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Attached, Mark, ServedStreams, arguments_of
-from torchweft.threads.reports import log_exception
-from torchweft.threads.thread_modes import THREADS, Modes, take_away, tidy
 
 T = TypeVar("T")
 

@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from torchweft.engine.protocol.served_calls import ServedCall
+from torchweft.engine.worker.calls import current_call
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.ids import ReferenceId
-from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc.worker import current_worker
-from torchweft.worker.calls import current_call
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 TAKEN = object()
 """Returned to the server of calls in place of a result: a batch or a stream answers the call."""

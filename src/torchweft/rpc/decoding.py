@@ -13,14 +13,10 @@ from torchweft import knobs
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
-from torchweft.errors import AutogradError, ProtocolError, ReferenceGone
-from torchweft.ids import WORKER_SHIFT, ReferenceId
-from torchweft.native import native
-from torchweft.rpc.handles import Handle
-from torchweft.serialize.exceptions import unpack_error
-from torchweft.serialize.objects import unpack
-from torchweft.serialize.reading import Reader
-from torchweft.serialize.tensors import (
+from torchweft.engine.codec.exceptions import unpack_error
+from torchweft.engine.codec.objects import unpack
+from torchweft.engine.codec.reading import Reader
+from torchweft.engine.codec.tensors import (
     COMPUTED,
     SHARED,
     STRIDED,
@@ -29,12 +25,16 @@ from torchweft.serialize.tensors import (
     too_many,
     with_flags,
 )
-from torchweft.serialize.values import PICKLE, decode, refusal_of, unfolded_limit
-from torchweft.threads import device_streams
-from torchweft.threads.thread_modes import has_dispatch_modes, has_function_modes, plain_operations
-from torchweft.wire import messages
-from torchweft.wire.frames import Buffer, Frame
-from torchweft.wire.messages import (
+from torchweft.engine.codec.values import PICKLE, decode, refusal_of, unfolded_limit
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.thread_modes import (
+    has_dispatch_modes,
+    has_function_modes,
+    plain_operations,
+)
+from torchweft.engine.wire import messages
+from torchweft.engine.wire.frames import Buffer, Frame
+from torchweft.engine.wire.messages import (
     ERROR_REPLY,
     NO_CONTEXTS,
     NO_GRAD,
@@ -43,11 +43,20 @@ from torchweft.wire.messages import (
     ValueHead,
     decode_reply,
 )
-from torchweft.worker.agent import Agent
-from torchweft.worker.calls import PendingCall
-from torchweft.worker.peers import Peer
-from torchweft.worker.references import ReferenceKeeper
-from torchweft.worker.tensor_messages import LocalMessage, TensorMessage, TensorMessages, own_copy
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.calls import PendingCall
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.references import ReferenceKeeper
+from torchweft.engine.worker.tensor_messages import (
+    LocalMessage,
+    TensorMessage,
+    TensorMessages,
+    own_copy,
+)
+from torchweft.errors import AutogradError, ProtocolError, ReferenceGone
+from torchweft.ids import WORKER_SHIFT, ReferenceId
+from torchweft.native import native
+from torchweft.rpc.handles import Handle
 
 _log = logging.getLogger("torchweft")
 _is_in_inference_mode = torch.is_inference_mode_enabled

@@ -20,16 +20,10 @@ from torchweft import knobs
 from torchweft.autograd.contexts import current_id
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
-from torchweft.errors import AutogradError, SerializationError
-from torchweft.ids import ReferenceId
-from torchweft.native import native
-from torchweft.protocol.registration import why_not_by_value
-from torchweft.protocol.sessions import Outgoing
-from torchweft.rpc.handles import Handle
-from torchweft.serialize.by_value import take_apart
-from torchweft.serialize.functions import name_of, resolve
-from torchweft.serialize.objects import Packed, pack, pack_by_name, pack_plain
-from torchweft.serialize.tensors import (
+from torchweft.engine.codec.by_value import take_apart
+from torchweft.engine.codec.functions import name_of, resolve
+from torchweft.engine.codec.objects import Packed, pack, pack_by_name, pack_plain
+from torchweft.engine.codec.tensors import (
     NO_MEMORY,
     NO_TENSORS,
     Encoded,
@@ -38,11 +32,13 @@ from torchweft.serialize.tensors import (
     shared_ranges,
     too_many,
 )
-from torchweft.serialize.values import encode, no_home, split_names, with_names
-from torchweft.threads.interrupts import call, is_of_handler
-from torchweft.threads.thread_modes import MODES, check_untraced, plain_operations
-from torchweft.wire.frames import HEADER, HEADER_BYTES
-from torchweft.wire.messages import (
+from torchweft.engine.codec.values import encode, no_home, split_names, with_names
+from torchweft.engine.protocol.registration import why_not_by_value
+from torchweft.engine.protocol.sessions import Outgoing
+from torchweft.engine.threads.interrupts import call, is_of_handler
+from torchweft.engine.threads.thread_modes import MODES, check_untraced, plain_operations
+from torchweft.engine.wire.frames import HEADER, HEADER_BYTES
+from torchweft.engine.wire.messages import (
     NAMED,
     NO_CREATION,
     NO_GRAD,
@@ -51,10 +47,14 @@ from torchweft.wire.messages import (
     encode_call,
     place_in_graph,
 )
-from torchweft.worker.agent import Agent
-from torchweft.worker.peers import Peer
-from torchweft.worker.references import ReferenceKeeper
-from torchweft.worker.tensor_messages import Apart, TensorMessages
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.references import ReferenceKeeper
+from torchweft.engine.worker.tensor_messages import Apart, TensorMessages
+from torchweft.errors import AutogradError, SerializationError
+from torchweft.ids import ReferenceId
+from torchweft.native import native
+from torchweft.rpc.handles import Handle
 
 TakeBack = Callable[[Peer, Sequence[HandedReference], int], None]
 """Takes back the references and the graph of a message to a worker that could not be sent."""

@@ -27,16 +27,16 @@ import torch
 from torch import Tensor
 
 from torchweft.arguments import kind_of
+from torchweft.engine.codec.exceptions import fresh_copy
+from torchweft.engine.codec.tracebacks import drop_frames, shorten
+from torchweft.engine.protocol import calls
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
+from torchweft.engine.worker.calls import PendingCall
 from torchweft.errors import ArgumentTypeError, CallCancelled
-from torchweft.protocol import calls
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.unseen import Guard
 from torchweft.rpc.worker import Worker
-from torchweft.serialize.exceptions import fresh_copy
-from torchweft.serialize.tracebacks import drop_frames, shorten
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
-from torchweft.worker.calls import PendingCall
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,13 +11,13 @@ from typing import TypeVar
 
 from torch.autograd.profiler import record_function
 
+from torchweft.engine.codec.objects import register_external
+from torchweft.engine.codec.registry import has_callable_methods
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.current import current, is_forked
+from torchweft.engine.worker.references import ReferenceKeeper
 from torchweft.errors import NotInitialized, ReferenceGone
 from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.serialize.objects import register_external
-from torchweft.serialize.registry import has_callable_methods
-from torchweft.worker.agent import Agent
-from torchweft.worker.current import current, is_forked
-from torchweft.worker.references import ReferenceKeeper
 
 H = TypeVar("H", bound="Handle")
 _WEFT = __name__.partition(".")[0] + "."

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torchweft.engine.protocol.numbers import Tombstones
+from torchweft.engine.protocol.registration import ENDED_LIMIT
+from torchweft.engine.threads.reports import log_exception
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.numbers import Tombstones
-from torchweft.protocol.registration import ENDED_LIMIT
-from torchweft.threads.reports import log_exception
-from torchweft.worker.agent import Agent
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 
 class WorkerState(enum.Enum):

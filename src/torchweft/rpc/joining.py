@@ -23,6 +23,32 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from torchweft import knobs, scraping, standard_streams
 from torchweft.arguments import checked_int, limit_of, wrong_type
+from torchweft.engine.codec.tracebacks import without_own_frames
+from torchweft.engine.io.addresses import (
+    LOOPBACK,
+    is_far,
+    is_unspecified,
+    listen_tcp,
+    listen_unix,
+    own_address_towards,
+    parse,
+)
+from torchweft.engine.protocol import registration
+from torchweft.engine.protocol.connecting import Patience
+from torchweft.engine.protocol.joining import (
+    Admission,
+    Forget,
+    Introduce,
+    NoteLeft,
+    Request,
+    introduce,
+)
+from torchweft.engine.threads.reports import Following, names_of
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker import deaths, rendezvous
+from torchweft.engine.worker.agent import Agent, Protection
+from torchweft.engine.worker.connections import Traffic
+from torchweft.engine.worker.peers import Members, Peer
 from torchweft.errors import (
     CallTimeout,
     ConfigurationError,
@@ -34,9 +60,6 @@ from torchweft.errors import (
 )
 from torchweft.ids import WorkerInfo
 from torchweft.probe import network_id
-from torchweft.protocol import registration
-from torchweft.protocol.connecting import Patience
-from torchweft.protocol.joining import Admission, Forget, Introduce, NoteLeft, Request, introduce
 from torchweft.rpc.node import Node, current_node
 from torchweft.rpc.notice import heed
 from torchweft.rpc.observed import group_of
@@ -47,23 +70,7 @@ from torchweft.rpc.options import (
     warn_of_ignored,
 )
 from torchweft.rpc.placement import Meeting, Placement, find
-from torchweft.serialize.tracebacks import without_own_frames
-from torchweft.threads.reports import Following, names_of
-from torchweft.transport.addresses import (
-    LOOPBACK,
-    is_far,
-    is_unspecified,
-    listen_tcp,
-    listen_unix,
-    own_address_towards,
-    parse,
-)
 from torchweft.version import VERSION
-from torchweft.worker import current as current_agent
-from torchweft.worker import deaths, rendezvous
-from torchweft.worker.agent import Agent, Protection
-from torchweft.worker.connections import Traffic
-from torchweft.worker.peers import Members, Peer
 
 _log = logging.getLogger("torchweft")
 

@@ -1,6 +1,6 @@
 """One worker as a whole: makes, starts and ends its parts, and tells them of losses, in order.
 
-``Leaving`` takes it out of its group: the shell of ``torchweft.protocol.leaving``.
+``Leaving`` takes it out of its group: the shell of ``torchweft.engine.protocol.leaving``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,24 @@ from multiprocessing.util import Finalize
 from torch.distributed.distributed_c10d import Store
 
 from torchweft.autograd.engine import ENGINE
+from torchweft.engine.codec.reading import make_reader
+from torchweft.engine.protocol import leaving
+from torchweft.engine.protocol.observing import SHUTDOWN, Wait
+from torchweft.engine.protocol.registration import LEADER
+from torchweft.engine.protocol.served_calls import has_awaited
+from torchweft.engine.threads import reports
+from torchweft.engine.threads.reports import Following, Lacking, LongWaits, log_exception, names_of
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.wire.messages import Kind, decode_step, encode_texts
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker import deaths
+from torchweft.engine.worker.agent import Agent, Slot
+from torchweft.engine.worker.calls import current_call
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.process import RepeatedInterrupts, SpinLimit, hide_from_compiler
+from torchweft.engine.worker.sending import Lifetime
 from torchweft.errors import ShutdownError
 from torchweft.probe import clock_id
-from torchweft.protocol import leaving
-from torchweft.protocol.observing import SHUTDOWN, Wait
-from torchweft.protocol.registration import LEADER
-from torchweft.protocol.served_calls import has_awaited
 from torchweft.rpc import serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.observed import OBSERVED, Observed, write_report_on_signal
@@ -32,18 +44,6 @@ from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.serving import key_of
 from torchweft.rpc.streams import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.serialize.reading import make_reader
-from torchweft.threads import reports
-from torchweft.threads.reports import Following, Lacking, LongWaits, log_exception, names_of
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind, decode_step, encode_texts
-from torchweft.worker import current as current_agent
-from torchweft.worker import deaths
-from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.calls import current_call
-from torchweft.worker.peers import Peer
-from torchweft.worker.process import RepeatedInterrupts, SpinLimit, hide_from_compiler
-from torchweft.worker.sending import Lifetime
 
 _log = logging.getLogger("torchweft")
 

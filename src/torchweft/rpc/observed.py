@@ -26,6 +26,19 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from torchweft import knobs
+from torchweft.engine.protocol.calls import SimpleRequest, function_name
+from torchweft.engine.protocol.observing import NumberTable
+from torchweft.engine.protocol.served_calls import ServedCall
+from torchweft.engine.threads.interrupts import all_stacks
+from torchweft.engine.threads.reactor import Reactor
+from torchweft.engine.wire.frames import Buffer, Frame, encode_frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.agent import Slot
+from torchweft.engine.worker.calls import PendingCall
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.tensor_messages import LocalMessage
 from torchweft.errors import (
     CallTimeout,
     ConfigurationError,
@@ -35,21 +48,8 @@ from torchweft.errors import (
 )
 from torchweft.free_threading import shared_count
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.calls import SimpleRequest, function_name
-from torchweft.protocol.observing import NumberTable
-from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc.decoding import decode_call
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.threads.interrupts import all_stacks
-from torchweft.threads.reactor import Reactor
-from torchweft.wire.frames import Buffer, Frame, encode_frame
-from torchweft.wire.messages import Kind
-from torchweft.worker import current as current_agent
-from torchweft.worker.agent import Slot
-from torchweft.worker.calls import PendingCall
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
-from torchweft.worker.tensor_messages import LocalMessage
 
 _MOST_FRAMES = 100
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -15,8 +15,11 @@ import torch
 
 from torchweft import knobs
 from torchweft.arguments import check_choice, check_type, checked_int, kind_of, wrong_type
+from torchweft.engine.codec.reading import BY_THEMSELVES, is_part_of_weft
+from torchweft.engine.codec.registry import Callables
+from torchweft.engine.io.addresses import is_loopback
+from torchweft.engine.protocol.registration import Devices
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.protocol.registration import Devices
 from torchweft.rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
@@ -24,12 +27,9 @@ from torchweft.rpc.constants import (
 )
 from torchweft.rpc.rref import RRef
 from torchweft.secret import Secret
-from torchweft.serialize.reading import BY_THEMSELVES, is_part_of_weft
-from torchweft.serialize.registry import Callables
-from torchweft.transport.addresses import is_loopback
 
 if TYPE_CHECKING:
-    from torchweft.transport.secure import TlsOptions
+    from torchweft.engine.io.secure import TlsOptions
 
 DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
@@ -43,7 +43,7 @@ def _allowed_from_outside() -> tuple[str, ...] | None:
 def _tls_from_environment() -> TlsOptions | None:
     if not any(knob.get() for knob in knobs.TLS_NAMES):
         return None
-    from torchweft.transport.secure import TlsOptions  # Most workers have no TLS.
+    from torchweft.engine.io.secure import TlsOptions  # Most workers have no TLS.
 
     return TlsOptions.from_environment()
 
@@ -244,7 +244,7 @@ class RpcBackendOptions:
                 f"secret is {kind_of(self.secret)}; pass torchweft.Secret.from_file(path)"
             )
         if self.tls is not None:
-            from torchweft.transport.secure import TlsOptions
+            from torchweft.engine.io.secure import TlsOptions
 
             if not isinstance(self.tls, TlsOptions):
                 raise wrong_type("tls", self.tls, "pass torchweft.TlsOptions(...)")

@@ -17,16 +17,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchweft.engine.threads.reactor import Parts
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.wire.messages import TABLES, Kind
+from torchweft.engine.worker.agent import Agent, Slot
+from torchweft.engine.worker.calls import Spins, kinds_of
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.tensor_messages import LocalMessage
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc.decoding import decode_call
 from torchweft.rpc.worker import Worker
-from torchweft.threads.reactor import Parts
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import TABLES, Kind
-from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.calls import Spins, kinds_of
-from torchweft.worker.peers import Peer
-from torchweft.worker.tensor_messages import LocalMessage
 
 Take = Callable[[Peer, Frame], object]
 """Takes a message as soon as it is read; must only store it. ``Ports.read`` decodes it."""

@@ -14,8 +14,12 @@ import torch
 from torch import nn
 
 from torchweft.arguments import limit_of
+from torchweft.engine.codec.exceptions import fresh_copy
+from torchweft.engine.codec.registry import has_callable_methods
+from torchweft.engine.codec.tracebacks import shorten, without_own_frames
+from torchweft.engine.protocol.observing import VALUE, Wait, reference_key
+from torchweft.engine.threads import device_streams
 from torchweft.errors import CallTimeout, MethodNotFound, NotOwner, SerializationError
-from torchweft.protocol.observing import VALUE, Wait, reference_key
 from torchweft.rpc.calls import BACKWARD_FROM, CALL_METHOD, FETCH, use
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import remaining_time
@@ -23,10 +27,6 @@ from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.serving import run_backward
 from torchweft.rpc.worker import WORKER, current_worker
-from torchweft.serialize.exceptions import fresh_copy
-from torchweft.serialize.registry import has_callable_methods
-from torchweft.serialize.tracebacks import shorten, without_own_frames
-from torchweft.threads import device_streams
 
 T = TypeVar("T")
 

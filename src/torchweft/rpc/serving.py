@@ -14,6 +14,21 @@ import torch
 
 from torchweft.arguments import did_you_mean, kind_of
 from torchweft.autograd.contexts import enter, set_current_id
+from torchweft.engine.codec.by_value import Code, received
+from torchweft.engine.codec.exceptions import pack_error, unpack_error
+from torchweft.engine.codec.functions import describe, resolve
+from torchweft.engine.codec.registry import remotely_callable
+from torchweft.engine.codec.values import split_names
+from torchweft.engine.protocol import calls
+from torchweft.engine.protocol.observing import call_key, making_key, reference_key
+from torchweft.engine.protocol.served_calls import SLOW_S, AnsweredCall, ServedCall
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.reports import log_exception
+from torchweft.engine.wire.messages import NAMED, NO_GRAD, TABLES, ValueHead
+from torchweft.engine.worker.calls import current_call
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.references import OwnedValue
+from torchweft.engine.worker.tensor_messages import LocalMessage, TensorMessage
 from torchweft.errors import (
     ArgumentTypeError,
     AutogradError,
@@ -22,25 +37,10 @@ from torchweft.errors import (
     UnknownFunction,
 )
 from torchweft.ids import ReferenceId
-from torchweft.protocol import calls
-from torchweft.protocol.observing import call_key, making_key, reference_key
-from torchweft.protocol.served_calls import SLOW_S, AnsweredCall, ServedCall
 from torchweft.rpc.current_call import TAKEN, reference_in
 from torchweft.rpc.decoding import decode_call
 from torchweft.rpc.functions import ASYNC_MARK
 from torchweft.rpc.worker import Worker, current_worker
-from torchweft.serialize.by_value import Code, received
-from torchweft.serialize.exceptions import pack_error, unpack_error
-from torchweft.serialize.functions import describe, resolve
-from torchweft.serialize.registry import remotely_callable
-from torchweft.serialize.values import split_names
-from torchweft.threads import device_streams
-from torchweft.threads.reports import log_exception
-from torchweft.wire.messages import NAMED, NO_GRAD, TABLES, ValueHead
-from torchweft.worker.calls import current_call
-from torchweft.worker.peers import Peer
-from torchweft.worker.references import OwnedValue
-from torchweft.worker.tensor_messages import LocalMessage, TensorMessage
 
 
 class WhenReady(NamedTuple):

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from torchweft.autograd.contexts import PLACEHOLDER, current_id, set_current_id
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
+from torchweft.engine.threads.reports import first_names
+from torchweft.engine.wire.messages import NO_GRAD
+from torchweft.engine.worker.calls import current_call
 from torchweft.errors import AutogradError, BatchError
 from torchweft.rpc.worker import Worker
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
-from torchweft.threads.reports import first_names
-from torchweft.wire.messages import NO_GRAD
-from torchweft.worker.calls import current_call
 
 _TENSOR, _OTHER = "tensor", "other"
 

@@ -27,6 +27,22 @@ from torch import Tensor
 from torchweft.arguments import check_type, kind_of, limit_of, wrong_type
 from torchweft.autograd.contexts import current_id, enter, set_current_id
 from torchweft.closing import Closing
+from torchweft.engine.codec.functions import describe
+from torchweft.engine.codec.registry import remotely_callable
+from torchweft.engine.codec.tracebacks import without_own_frames
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Attached, ServedStreams, arguments_of
+from torchweft.engine.threads.reports import log_exception
+from torchweft.engine.threads.thread_modes import (
+    has_dispatch_modes,
+    has_function_modes,
+    plain_operations,
+)
+from torchweft.engine.wire.messages import NO_GRAD
+from torchweft.engine.worker.agent import Agent, Slot
+from torchweft.engine.worker.calls import PendingCall, current_call
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import (
     ArgumentTypeError,
     CallCancelled,
@@ -46,18 +62,6 @@ from torchweft.rpc.handles import Handle
 from torchweft.rpc.rref import RRef, check_method
 from torchweft.rpc.serving import method_of
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.serialize.functions import describe
-from torchweft.serialize.registry import remotely_callable
-from torchweft.serialize.tracebacks import without_own_frames
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Attached, ServedStreams, arguments_of
-from torchweft.threads.reports import log_exception
-from torchweft.threads.thread_modes import has_dispatch_modes, has_function_modes, plain_operations
-from torchweft.wire.messages import NO_GRAD
-from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.calls import PendingCall, current_call
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -20,16 +20,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from torchweft.engine.codec.exceptions import shown
+from torchweft.engine.protocol.calls import function_name
+from torchweft.engine.threads.reports import log_exception
+from torchweft.engine.wire.frames import Frame, encode_frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.calls import PendingCall
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.references import ReferenceKeeper
 from torchweft.errors import CallCancelled, NotInitialized
-from torchweft.protocol.calls import function_name
-from torchweft.serialize.exceptions import shown
-from torchweft.threads.reports import log_exception
-from torchweft.wire.frames import Frame, encode_frame
-from torchweft.wire.messages import Kind
-from torchweft.worker.agent import Agent
-from torchweft.worker.calls import PendingCall
-from torchweft.worker.peers import Peer
-from torchweft.worker.references import ReferenceKeeper
 
 _log = logging.getLogger("torchweft")
 

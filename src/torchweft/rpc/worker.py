@@ -23,36 +23,42 @@ from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.outside import Arrivals
-from torchweft.errors import NotInitialized, SerializationError
-from torchweft.ids import ReferenceId
-from torchweft.native import native
-from torchweft.protocol.backward import Progress
-from torchweft.protocol.served_calls import AnsweredCall, ServedCall, SlowFunctions
-from torchweft.protocol.sessions import Outgoing
-from torchweft.rpc.coroutines import CoroutineRunner
-from torchweft.rpc.decoding import Decoder
-from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
-from torchweft.rpc.handles import Handle
-from torchweft.rpc.unseen import UnseenErrors
-from torchweft.serialize.exceptions import pack_error
-from torchweft.serialize.objects import Packed
-from torchweft.serialize.reading import TRUSTING, Reader
-from torchweft.serialize.tensors import shared_ranges
-from torchweft.serialize.values import no_home
-from torchweft.threads.reports import log_exception
-from torchweft.wire.frames import Buffer, encode_frame
-from torchweft.wire.messages import ERROR_REPLY, NO_CONTEXTS, HandedReference, Kind, encode_reply
-from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.calls import PendingCall
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
-from torchweft.worker.references import ReferenceKeeper
-from torchweft.worker.tensor_messages import (
+from torchweft.engine.codec.exceptions import pack_error
+from torchweft.engine.codec.objects import Packed
+from torchweft.engine.codec.reading import TRUSTING, Reader
+from torchweft.engine.codec.tensors import shared_ranges
+from torchweft.engine.codec.values import no_home
+from torchweft.engine.protocol.backward import Progress
+from torchweft.engine.protocol.served_calls import AnsweredCall, ServedCall, SlowFunctions
+from torchweft.engine.protocol.sessions import Outgoing
+from torchweft.engine.threads.reports import log_exception
+from torchweft.engine.wire.frames import Buffer, encode_frame
+from torchweft.engine.wire.messages import (
+    ERROR_REPLY,
+    NO_CONTEXTS,
+    HandedReference,
+    Kind,
+    encode_reply,
+)
+from torchweft.engine.worker.agent import Agent, Slot
+from torchweft.engine.worker.calls import PendingCall
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.references import ReferenceKeeper
+from torchweft.engine.worker.tensor_messages import (
     LocalMessage,
     TensorMessages,
     local_frame,
     reply_by_tables,
 )
+from torchweft.errors import NotInitialized, SerializationError
+from torchweft.ids import ReferenceId
+from torchweft.native import native
+from torchweft.rpc.coroutines import CoroutineRunner
+from torchweft.rpc.decoding import Decoder
+from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
+from torchweft.rpc.handles import Handle
+from torchweft.rpc.unseen import UnseenErrors
 
 
 class Watcher:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchweft.engine.codec.reducers import has_memory
+from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ArgumentTypeError
-from torchweft.serialize.reducers import has_memory
-from torchweft.serialize.registry import rebuilds_plain
 from torchweft.weights.errors import WeightsMismatch
 
 ALIGNMENT = 64

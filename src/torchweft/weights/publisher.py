@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from torchweft.arguments import wrong_type
-from torchweft.channel.device_copies import GpuCalls
+from torchweft.engine.channels.device_copies import GpuCalls
+from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError, UnknownWorker
 from torchweft.rpc import detached, expose, rpc_async
 from torchweft.rpc.current_call import caller, check_types
 from torchweft.rpc.futures import Future
-from torchweft.serialize.registry import rebuilds_plain
 from torchweft.weights import delta, inbox
 from torchweft.weights.layout import Layout, Source, check_same, check_shared, layout_of, tensors_of
 from torchweft.weights.storage import Memory, Storage
 from torchweft.weights.versions import Offer, Offers, Version
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 _ANNOUNCE_S = 60.0
 """The time limit of an announcement; a worker that is silent for so long is lost in most groups."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from torchweft import memory
+from torchweft.engine.worker.agent import Agent
 from torchweft.errors import NotInitialized
-from torchweft.worker.agent import Agent
 
 _log = logging.getLogger("torchweft")
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from torchweft.arguments import wrong_type
 from torchweft.closing import Closing
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.current import current
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.rpc import RRef, on_worker_lost
 from torchweft.rpc.futures import Future, ignore_errors
@@ -25,8 +27,6 @@ from torchweft.weights.layout import Layout, Source, check_same, tensors_of
 from torchweft.weights.publisher import Publisher, Sent, words_of
 from torchweft.weights.switching import prepare
 from torchweft.weights.versions import Following, Next, Version
-from torchweft.worker.agent import Agent
-from torchweft.worker.current import current
 
 _log = logging.getLogger("torchweft")
 _ANNOUNCE = f"{inbox.__name__}:{inbox.announce.__name__}".encode()

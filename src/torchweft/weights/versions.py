@@ -16,7 +16,7 @@ import enum
 from collections import deque
 from typing import NamedTuple
 
-from torchweft.serialize.registry import rebuilds_plain
+from torchweft.engine.codec.registry import rebuilds_plain
 
 
 @rebuilds_plain

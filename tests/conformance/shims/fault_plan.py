@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from torchweft.engine.wire.references import Drop, Handed, Hold, Message
 from torchweft.errors import ConfigurationError
-from torchweft.wire.references import Drop, Handed, Hold, Message
 
 CALLS = {
     False: ("PYTHON_CALL", "PYTHON_REMOTE_CALL", "PYTHON_RREF_FETCH_CALL"),

@@ -24,23 +24,23 @@ import torch
 from tests.conformance.shims.fault_plan import CALLS, CLEANUP, COUNTING, Plan, is_scripted
 from tests.conformance.shims.late import Late
 from torchweft.compat.rpc.references import RRef, when_made
+from torchweft.engine.codec.objects import pack
+from torchweft.engine.protocol.calls import function_name
+from torchweft.engine.protocol.sessions import Outgoing
+from torchweft.engine.wire.frames import HEADER, Frame, encode_frame
+from torchweft.engine.wire.messages import NO_CREATION, Kind
+from torchweft.engine.wire.references import decode, encode
+from torchweft.engine.worker.agent import Agent, Slot
+from torchweft.engine.worker.calls import PendingCall
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.references import ReferenceKeeper
 from torchweft.errors import CallError, CallTimeout
 from torchweft.ids import ReferenceId
-from torchweft.protocol.calls import function_name
-from torchweft.protocol.sessions import Outgoing
 from torchweft.rpc.calls import BACKWARD_FROM, FETCH
 from torchweft.rpc.encoding import Request
 from torchweft.rpc.futures import fail
 from torchweft.rpc.worker import Worker
-from torchweft.serialize.objects import pack
-from torchweft.wire.frames import HEADER, Frame, encode_frame
-from torchweft.wire.messages import NO_CREATION, Kind
-from torchweft.wire.references import decode, encode
-from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.calls import PendingCall
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
-from torchweft.worker.references import ReferenceKeeper
 
 _RESEND_S = 0.05
 """Seconds until a lost message is sent again."""

@@ -13,10 +13,10 @@ from torch import nn
 from tests.conformance.shims import scriptable
 from torchweft.compat import remote_module
 from torchweft.compat.remote_module import _REMOTE_MODULE_PICKLED_ATTRIBUTES
+from torchweft.engine.codec.reducers import register_reducer
 from torchweft.nn import owner
 from torchweft.nn.remote_module import Chain
 from torchweft.rpc import RRef
-from torchweft.serialize.reducers import register_reducer
 
 _interfaces: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 

@@ -31,8 +31,15 @@ from tests.fuzz.strict.world import HANDED, ME, OTHER, SENDER
 from tests.marked import names_of
 from torchweft.autograd import codec
 from torchweft.autograd.codec import PassMode
-from torchweft.ids import ReferenceId, scoped_id
-from torchweft.protocol.backward import (
+from torchweft.engine.codec import values as tags
+from torchweft.engine.codec.registry import (
+    rebuilds_pickled,
+    rebuilds_plain,
+    remotely_callable,
+    remotely_callable_unless_strict,
+)
+from torchweft.engine.codec.tensors import as_memory, describe, encode_tensors
+from torchweft.engine.protocol.backward import (
     Abort,
     Discover,
     Failed,
@@ -41,17 +48,9 @@ from torchweft.protocol.backward import (
     Report,
     Settled,
 )
-from torchweft.serialize import values as tags
-from torchweft.serialize.registry import (
-    rebuilds_pickled,
-    rebuilds_plain,
-    remotely_callable,
-    remotely_callable_unless_strict,
-)
-from torchweft.serialize.tensors import as_memory, describe, encode_tensors
-from torchweft.wire import references
-from torchweft.wire.frames import encode_frame
-from torchweft.wire.messages import (
+from torchweft.engine.wire import references
+from torchweft.engine.wire.frames import encode_frame
+from torchweft.engine.wire.messages import (
     ERROR_REPLY,
     NAMED,
     NO_CREATION,
@@ -63,6 +62,7 @@ from torchweft.wire.messages import (
     encode_reply,
     encode_tables,
 )
+from torchweft.ids import ReferenceId, scoped_id
 
 _PROGRAM = "tests.fuzz.strict.program"
 _REGISTERED = [
@@ -82,8 +82,8 @@ _FORBIDDEN = [
     *(f"{_PROGRAM}:{name}" for name in ("unregistered", "Unregistered", "Trap", "_sing", "sung")),
     *(f"{_PROGRAM}:Counter.reset", f"{_PROGRAM}:Counter.add", f"{_PROGRAM}:Unregistered.make"),
     *(f"{_PROGRAM}:identity.__globals__.get", f"{_PROGRAM}:Counter.__init__"),
-    *("torchweft.serialize.objects:unpack", "torchweft.serialize.functions:resolve"),
-    *("torchweft.serialize.registry:register", "torchweft.rpc.serving:method_of"),
+    *("torchweft.engine.codec.objects:unpack", "torchweft.engine.codec.functions:resolve"),
+    *("torchweft.engine.codec.registry:register", "torchweft.rpc.serving:method_of"),
     *("torchweft.checkpoint.owner:discard", "torchweft.checkpoint.owner:write"),
     *("torchweft.rpc.joining:shutdown", "torchweft.compat.rpc.internal:run_pickled"),
     *("builtins:ValueError", "builtins:ImportError", "torchweft.errors:NotAllowed", ":", "", "a:b"),

@@ -17,8 +17,10 @@ import torch
 from tests.fuzz.strict.trio import HONEST, VICTIM, Trio
 from torchweft.autograd import codec
 from torchweft.autograd.codec import PassMode, PassName
-from torchweft.ids import WORKER_SHIFT, ReferenceId, scoped_id
-from torchweft.protocol.backward import (
+from torchweft.engine.codec import values
+from torchweft.engine.codec.exceptions import pack_error
+from torchweft.engine.codec.tensors import encode_tensors
+from torchweft.engine.protocol.backward import (
     CONNECTION,
     Abort,
     Discover,
@@ -28,13 +30,10 @@ from torchweft.protocol.backward import (
     Report,
     Settled,
 )
-from torchweft.protocol.leaving import Step
-from torchweft.serialize import values
-from torchweft.serialize.exceptions import pack_error
-from torchweft.serialize.tensors import encode_tensors
-from torchweft.wire import references
-from torchweft.wire.frames import HEADER
-from torchweft.wire.messages import (
+from torchweft.engine.protocol.leaving import Step
+from torchweft.engine.wire import references
+from torchweft.engine.wire.frames import HEADER
+from torchweft.engine.wire.messages import (
     ERROR_REPLY,
     NO_CREATION,
     NO_GRAD,
@@ -46,6 +45,7 @@ from torchweft.wire.messages import (
     encode_texts,
     pass_span,
 )
+from torchweft.ids import WORKER_SHIFT, ReferenceId, scoped_id
 
 _MODES = (PassMode(), PassMode(), PassMode(retain_graph=True), PassMode(True, True))
 _MODES += (PassMode(for_inputs=True), PassMode(into_grad=True))

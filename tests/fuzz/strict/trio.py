@@ -23,21 +23,21 @@ from tests.fuzz.strict import program
 from torchweft import autograd
 from torchweft.autograd.engine import ENGINE
 from torchweft.autograd.passes import LedPass
+from torchweft.engine.codec.reading import make_reader
+from torchweft.engine.protocol.leaving import Stage
+from torchweft.engine.protocol.registration import STRICT, Registration
+from torchweft.engine.threads.reactor import Reactor
+from torchweft.engine.threads.reports import LongWaits
+from torchweft.engine.wire.frames import Buffer, FrameParser
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.agent import Agent, Protection
+from torchweft.engine.worker.peers import Members, Peer
 from torchweft.errors import ProtocolError
-from torchweft.protocol.leaving import Stage
-from torchweft.protocol.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, remote, rpc_sync, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.node import Leaving
 from torchweft.rpc.streams import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.serialize.reading import make_reader
-from torchweft.threads.reactor import Reactor
-from torchweft.threads.reports import LongWaits
-from torchweft.wire.frames import Buffer, FrameParser
-from torchweft.worker import current as current_agent
-from torchweft.worker.agent import Agent, Protection
-from torchweft.worker.peers import Members, Peer
 
 HONEST, VICTIM, FIRST = 0, 1, 2
 HOSTILE = 6

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import ForwardRef
 
 from tests.fuzz.strict import program
-from torchweft.serialize import tensors
+from torchweft.engine.codec import tensors
 
 _DEEDS = ("exec", "compile", "import", "open", "os.", "subprocess.", "socket.", "ctypes.")
 _DEEDS += ("shutil.", "marshal.", "pickle.", "sys.", "builtins.", "tempfile.", "mmap.", "code.")

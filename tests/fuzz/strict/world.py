@@ -19,24 +19,24 @@ import torch
 
 from tests.fuzz.strict import program
 from torchweft.autograd.engine import ENGINE
+from torchweft.engine.codec.reading import make_reader
+from torchweft.engine.codec.registry import remotely_callable
+from torchweft.engine.protocol.registration import STRICT, Registration
+from torchweft.engine.threads.reactor import Reactor
+from torchweft.engine.wire.frames import HEADER_BYTES, Buffer, Frame
+from torchweft.engine.wire.messages import HandedReference, decode_call
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.agent import Agent, Protection
+from torchweft.engine.worker.peers import Members, Peer
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.nn import owner
 from torchweft.optim import local
 from torchweft.optim.local import GroupPart
-from torchweft.protocol.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.encoding import Request
 from torchweft.rpc.streams import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.serialize.reading import make_reader
-from torchweft.serialize.registry import remotely_callable
-from torchweft.threads.reactor import Reactor
-from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame
-from torchweft.wire.messages import HandedReference, decode_call
-from torchweft.worker import current as current_agent
-from torchweft.worker.agent import Agent, Protection
-from torchweft.worker.peers import Members, Peer
 
 ME, SENDER, OTHER = 0, 1, 2
 LIMIT_S = 0.005

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.target import Target
+from torchweft.engine.codec.objects import Packed, pack, register_external
+from torchweft.engine.codec.reading import AllowList, make_reader
 from torchweft.errors import CallTimeout, WeftError
-from torchweft.serialize.objects import Packed, pack, register_external
-from torchweft.serialize.reading import AllowList, make_reader
 
 _DEEDS = ("exec", "compile", "import", "open", "os.", "subprocess.", "socket.", "ctypes.")
 _DEEDS += ("shutil.", "marshal.", "pickle.", "sys.", "builtins.input", "tempfile.", "mmap.")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tests.fuzz.target import Target
 from torchweft.autograd.codec import PassMode, PassName, decode, decode_head, encode, encode_head
-from torchweft.errors import ProtocolError
-from torchweft.protocol.backward import (
+from torchweft.engine.protocol.backward import (
     Abort,
     Discover,
     Failed,
@@ -15,6 +14,7 @@ from torchweft.protocol.backward import (
     Report,
     Settled,
 )
+from torchweft.errors import ProtocolError
 
 _PASS_ID = 9
 

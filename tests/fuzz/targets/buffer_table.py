@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from torchweft.channel.channel import Entry
-from torchweft.channel.channels import FOLLOWS, decode_table, encode_table
+from torchweft.engine.channels.channel import Entry
+from torchweft.engine.channels.channels import FOLLOWS, decode_table, encode_table
 from torchweft.errors import ProtocolError
 
 _FOLLOWING = ((), (10,), (10, 300), (0, 0, 5))

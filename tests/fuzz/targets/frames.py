@@ -7,9 +7,16 @@ import struct
 from collections import deque
 
 from tests.fuzz.target import Target
+from torchweft.engine.wire.frames import (
+    HEADER,
+    HEADER_BYTES,
+    Buffer,
+    Frame,
+    FrameParser,
+    encode_frame,
+)
 from torchweft.errors import ProtocolError
 from torchweft.native import native
-from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 
 CONTROL_LIMIT_BYTES = 120
 FRAME_LIMIT_BYTES = 250

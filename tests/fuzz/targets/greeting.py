@@ -16,15 +16,11 @@ from typing import Any
 
 from tests.fuzz.target import Target
 from tests.fuzz.targets.membership import WORDS, assert_sound, registration
-from tests.unit.channel.home import SomePeer, make_home
+from tests.unit.engine.channels.home import SomePeer, make_home
 from torchweft import knobs
-from torchweft.channel.channel import Meeting
-from torchweft.channel.channels import CHANNELS, read_description
-from torchweft.errors import ProtocolError
-from torchweft.probe import Facts, read_facts
-from torchweft.protocol.registration import Registration
-from torchweft.secret import Secret
-from torchweft.transport.handshake import (
+from torchweft.engine.channels.channel import Meeting
+from torchweft.engine.channels.channels import CHANNELS, read_description
+from torchweft.engine.io.handshake import (
     LIMIT_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -33,8 +29,12 @@ from torchweft.transport.handshake import (
     NotProven,
     number_in,
 )
-from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
-from torchweft.wire.messages import Kind
+from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.wire.frames import HEADER, HEADER_BYTES, encode_frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.errors import ProtocolError
+from torchweft.probe import Facts, read_facts
+from torchweft.secret import Secret
 
 _KEY = Secret(b"the key of the run, of no use elsewhere")
 _CHALLENGE_BYTES = HEADER_BYTES + 6 + NONCE_BYTES

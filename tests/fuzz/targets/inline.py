@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tests.fuzz.target import Target
-from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.tensors import (
+from torchweft.engine.codec.tensors import (
     COMPUTED,
     PARAMETER,
     REQUIRES_GRAD,
@@ -16,6 +15,7 @@ from torchweft.serialize.tensors import (
     decode_tensors,
     encode_tensors,
 )
+from torchweft.errors import ProtocolError, SerializationError
 
 _MAY_RAISE = (ProtocolError, SerializationError)
 """``SerializationError`` for a dtype that only other workers have."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.protocol.registration import (
+from torchweft.engine.protocol.registration import (
     Devices,
     Directory,
     Registration,
@@ -15,7 +14,8 @@ from torchweft.protocol.registration import (
     why_apart,
     why_not_by_value,
 )
-from torchweft.worker.peers import maps_between
+from torchweft.engine.worker.peers import maps_between
+from torchweft.errors import ConfigurationError, ProtocolError
 
 _WORDS_OF_JSON = (
     b'"name" "id" "addresses" "main" "facts" "later_rank" "token" "workers" "refusal" "missing" '

@@ -8,13 +8,10 @@ from collections.abc import Callable
 import torch
 
 from tests.fuzz.target import Target
-from torchweft.errors import ProtocolError, WeftError
-from torchweft.ids import ReferenceId
-from torchweft.native import native
-from torchweft.serialize.tensors import encode_tensors
-from torchweft.serialize.values import encode as encode_value
-from torchweft.serialize.values import refusal_of, refuse_home
-from torchweft.wire.messages import (
+from torchweft.engine.codec.tensors import encode_tensors
+from torchweft.engine.codec.values import encode as encode_value
+from torchweft.engine.codec.values import refusal_of, refuse_home
+from torchweft.engine.wire.messages import (
     NO_CREATION,
     HandedReference,
     decode_call,
@@ -28,6 +25,9 @@ from torchweft.wire.messages import (
     encode_tables,
     encode_texts,
 )
+from torchweft.errors import ProtocolError, WeftError
+from torchweft.ids import ReferenceId
+from torchweft.native import native
 
 
 def _check_twin(data: memoryview) -> None:

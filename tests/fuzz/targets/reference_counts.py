@@ -10,10 +10,8 @@ from __future__ import annotations
 import struct
 
 from tests.fuzz.target import Target
-from torchweft.errors import ProtocolError
-from torchweft.ids import ReferenceId
-from torchweft.protocol.references import References, ReleaseValue, Send
-from torchweft.wire.references import (
+from torchweft.engine.protocol.references import References, ReleaseValue, Send
+from torchweft.engine.wire.references import (
     Drop,
     DropAck,
     Gone,
@@ -25,6 +23,8 @@ from torchweft.wire.references import (
     NotCreated,
     NotHanded,
 )
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
 
 _ME, _HOSTILE, _HONEST = range(3)
 _STEP = struct.Struct("<BBBqBB")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from torchweft.errors import ProtocolError
-from torchweft.ids import ReferenceId
-from torchweft.wire.references import (
+from torchweft.engine.wire.references import (
     Drop,
     DropAck,
     Gone,
@@ -19,6 +17,8 @@ from torchweft.wire.references import (
     decode,
     encode,
 )
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
 
 _REFERENCE = ReferenceId(1, 2, 3)
 EVERY_KIND: tuple[Message, ...] = (

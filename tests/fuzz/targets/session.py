@@ -9,8 +9,8 @@ from __future__ import annotations
 import struct
 
 from tests.fuzz.target import Target
+from torchweft.engine.wire.session import ACKNOWLEDGE_BYTES, ALONE_BYTES, Incoming, Outgoing
 from torchweft.errors import ProtocolError
-from torchweft.wire.session import ACKNOWLEDGE_BYTES, ALONE_BYTES, Incoming, Outgoing
 
 _PATTERN = bytes(range(256)) * 3
 _STEP = struct.Struct("<Bxh")

@@ -13,13 +13,10 @@ import torch
 from tests.fuzz.target import Target
 from torchweft.autograd import codec
 from torchweft.autograd.codec import PassMode
-from torchweft.channel.channel import Entry
-from torchweft.channel.channels import decode_table, encode_table
-from torchweft.errors import ProtocolError, UnknownFunction, WeftError
-from torchweft.ids import ReferenceId
-from torchweft.protocol.backward import Abort, Gradients, Progress
-from torchweft.serialize import values
-from torchweft.serialize.tensors import (
+from torchweft.engine.channels.channel import Entry
+from torchweft.engine.channels.channels import decode_table, encode_table
+from torchweft.engine.codec import values
+from torchweft.engine.codec.tensors import (
     as_memory,
     decode_tensors,
     describe,
@@ -27,9 +24,10 @@ from torchweft.serialize.tensors import (
     read,
     rebuild,
 )
-from torchweft.wire import references
-from torchweft.wire.frames import Frame, FrameParser, encode_frame
-from torchweft.wire.messages import (
+from torchweft.engine.protocol.backward import Abort, Gradients, Progress
+from torchweft.engine.wire import references
+from torchweft.engine.wire.frames import Frame, FrameParser, encode_frame
+from torchweft.engine.wire.messages import (
     ERROR_REPLY,
     TABLES,
     HandedReference,
@@ -47,6 +45,8 @@ from torchweft.wire.messages import (
     encode_texts,
     pass_span,
 )
+from torchweft.errors import ProtocolError, UnknownFunction, WeftError
+from torchweft.ids import ReferenceId
 
 _RECEIVE_BYTES = 256
 _LIMIT_BYTES = 4096

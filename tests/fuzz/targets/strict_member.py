@@ -21,9 +21,9 @@ from tests.fuzz.strict import watching
 from tests.fuzz.strict.grammar import Grammar
 from tests.fuzz.strict.world import World
 from tests.fuzz.target import Target
+from torchweft.engine.codec.values import NUMBER, TUPLE
+from torchweft.engine.wire.frames import FrameParser
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.values import NUMBER, TUPLE
-from torchweft.wire.frames import FrameParser
 
 _LENGTH_LIMIT = 4096
 _LIMIT_BYTES = 1 << 16

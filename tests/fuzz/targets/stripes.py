@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.fuzz.target import Target
-from torchweft.channel.stripes import (
+from torchweft.engine.channels.stripes import (
     HEADER_BYTES,
     Arrivals,
     ReceivingConnection,

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tests.fuzz.target import Target
-from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.tensors import (
+from torchweft.engine.codec.tensors import (
     APART,
     CODES,
     ON_DEVICE,
@@ -24,6 +23,7 @@ from torchweft.serialize.tensors import (
     rebuild,
     with_flags,
 )
+from torchweft.errors import ProtocolError, SerializationError
 
 _SIZES = ((), (64,), (64, 48), (64, 48, 1), (16, 16, 16, 16))
 _BUFFERS = tuple([bytearray(size) for size in sizes] for sizes in _SIZES)

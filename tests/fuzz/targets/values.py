@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.fuzz.target import Target
 from tests.marked import names_of
+from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.engine.codec.values import Encoder, decode, encode
 from torchweft.errors import SerializationError, WeftError
 from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.serialize.registry import rebuilds_plain
-from torchweft.serialize.values import Encoder, decode, encode
 
 warnings.filterwarnings("ignore", "Sparse")
 

@@ -42,7 +42,7 @@ def count_all() -> dict[str, Counter[str]]:
 
 def open_calls() -> int:
     """Returns how many calls of this worker have no answer yet."""
-    from torchweft.worker.current import current
+    from torchweft.engine.worker.current import current
 
     return len(current().calls)
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.fuzz.strict import program
 from tests.fuzz.targets import strict_member
+from torchweft.engine.codec import functions, reading
 from torchweft.nn import owner
-from torchweft.serialize import functions, reading
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.keeps("descriptors")]
 INPUTS = 20_000

@@ -13,9 +13,9 @@ from tests.fuzz.strict.others import Others
 from tests.fuzz.strict.trio import FIRST, HONEST, STANDING, Trio
 from tests.thorough import examples
 from torchweft.autograd import contexts, engine
+from torchweft.engine.protocol import calls, references
+from torchweft.engine.worker import receiving
 from torchweft.ids import scoped_id
-from torchweft.protocol import calls, references
-from torchweft.worker import receiving
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.keeps("descriptors")]
 FRAMES = 40_000

@@ -11,9 +11,9 @@ import pytest
 from tests.simulation.call_worker import Asked, Served
 from tests.simulation.test_calls_simulated import PROGRAMS, Run
 from tests.tools.simulation.failing import fails
-from torchweft.protocol.calls import Action, CallClient, KeptCall, TellCancelled, nest
-from torchweft.protocol.served_calls import CallServer, CancelNested, ServedCall
-from torchweft.wire.frames import Frame
+from torchweft.engine.protocol.calls import Action, CallClient, KeptCall, TellCancelled, nest
+from torchweft.engine.protocol.served_calls import CallServer, CancelNested, ServedCall
+from torchweft.engine.wire.frames import Frame
 
 SEEDS = 60
 """A fault must be found within this many runs of each program."""

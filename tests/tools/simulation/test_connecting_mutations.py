@@ -14,7 +14,7 @@ from tests.simulation.connections import Node
 from tests.simulation.test_connecting_simulated import PROGRAMS, SEED_COUNT, Run
 from tests.thorough import CHECKED, share
 from tests.tools.simulation.failing import fails
-from torchweft.protocol.connecting import (
+from torchweft.engine.protocol.connecting import (
     CROSSED,
     Action,
     Answer,

@@ -10,9 +10,9 @@ import pytest
 
 from tests.simulation.test_joining_simulated import ClosedRun, OpenRun, Run
 from tests.tools.simulation.failing import fails
-from torchweft.protocol import joining
-from torchweft.protocol.joining import Get, Introduce, Set, Steps, Wait
-from torchweft.protocol.registration import Directory, Registration, Roster
+from torchweft.engine.protocol import joining
+from torchweft.engine.protocol.joining import Get, Introduce, Set, Steps, Wait
+from torchweft.engine.protocol.registration import Directory, Registration, Roster
 
 SEEDS = 20_000
 """A fault must be found within this many runs."""

@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulation.test_open_groups_simulated import Run, come_and_die, come_and_go
 from tests.tools.simulation.failing import fails
-from torchweft.protocol.leaving import (
+from torchweft.engine.protocol.leaving import (
     Action,
     BeginSettling,
     Left,

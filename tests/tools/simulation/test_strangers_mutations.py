@@ -12,7 +12,7 @@ from tests.simulation.flood_world import Connection, Flood
 from tests.simulation.test_strangers_simulated import PROGRAMS, SEED_COUNT
 from tests.thorough import CHECKED, share
 from tests.tools.simulation.failing import fails
-from torchweft.protocol.strangers import Admissions, Strangers
+from torchweft.engine.protocol.strangers import Admissions, Strangers
 
 SEEDS = 12
 """A fault must be found within this many runs of each program."""

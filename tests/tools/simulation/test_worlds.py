@@ -10,8 +10,8 @@ from tests.simulation import test_calls_simulated as calls
 from tests.simulation import test_connecting_simulated as connecting
 from tests.simulation import test_sessions_simulated as sessions
 from tests.simulation import test_shutdown_simulated as shutdown
-from torchweft.protocol.leaving import Step
-from torchweft.wire import session
+from torchweft.engine.protocol.leaving import Step
+from torchweft.engine.wire import session
 
 
 def test_everything_happens_to_calls_that_may_happen() -> None:

@@ -23,9 +23,7 @@ from torchweft.autograd.contexts import Context, Gradient
 from torchweft.autograd.graph import InputGradients, Roots, roots_of
 from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.errors import AutogradError
-from torchweft.protocol import backward as protocol
-from torchweft.serialize.tensors import (
+from torchweft.engine.codec.tensors import (
     PARAMETER,
     REQUIRES_GRAD,
     as_memory,
@@ -33,6 +31,8 @@ from torchweft.serialize.tensors import (
     read,
     rebuild,
 )
+from torchweft.engine.protocol import backward as protocol
+from torchweft.errors import AutogradError
 
 Parameters = dict[tuple[int, str], Tensor]
 OnMessage = Callable[[protocol.Driver, protocol.Message], list[protocol.Action]]

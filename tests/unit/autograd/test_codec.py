@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tests.thorough import examples
 from torchweft.autograd.codec import PassMode, PassName, decode, decode_head, encode, encode_head
-from torchweft.errors import ProtocolError
-from torchweft.protocol.backward import (
+from torchweft.engine.protocol.backward import (
     Abort,
     Discover,
     Failed,
@@ -19,7 +18,8 @@ from torchweft.protocol.backward import (
     Report,
     Settled,
 )
-from torchweft.wire.messages import encode_ints
+from torchweft.engine.wire.messages import encode_ints
+from torchweft.errors import ProtocolError
 
 numbers = st.integers(0, 2**63 - 1)
 modes = st.builds(PassMode, st.booleans(), st.booleans(), st.booleans())

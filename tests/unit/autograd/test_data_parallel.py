@@ -17,8 +17,8 @@ from torchweft.autograd.contexts import Context, Gradients, SendRecord
 from torchweft.autograd.data_parallel import Averaging, find_averaging
 from torchweft.autograd.graph import Reached
 from torchweft.autograd.local_pass import LocalPass
+from torchweft.engine.protocol.backward import ROOTS, Progress
 from torchweft.errors import AutogradError
-from torchweft.protocol.backward import ROOTS, Progress
 
 # The threads of a process group live until the process ends.
 pytestmark = pytest.mark.keeps("threads", "descriptors")

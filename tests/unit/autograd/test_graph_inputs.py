@@ -18,8 +18,8 @@ from torchweft.autograd.graph import (
     roots_of,
 )
 from torchweft.autograd.local_pass import LocalPass
+from torchweft.engine.protocol.backward import ROOTS
 from torchweft.errors import ArgumentTypeError, AutogradError
-from torchweft.protocol.backward import ROOTS
 
 HERE, THERE = 0, 1
 

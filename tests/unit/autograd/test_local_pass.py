@@ -25,9 +25,9 @@ from tests.unit.autograd.cluster import (
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.local_pass import LocalPass
+from torchweft.engine.protocol import backward as protocol
+from torchweft.engine.protocol.backward import Progress
 from torchweft.errors import ArgumentTypeError, AutogradError, ProtocolError
-from torchweft.protocol import backward as protocol
-from torchweft.protocol.backward import Progress
 
 T = TypeVar("T")
 

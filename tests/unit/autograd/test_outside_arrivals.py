@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchweft.autograd.outside import Arrivals, OutsideRecords
+from torchweft.engine.wire.messages import NO_GRAD
 from torchweft.errors import AutogradError
-from torchweft.wire.messages import NO_GRAD
 
 
 def placed(warns: bool, *tensors: Any, context_id: int = 0) -> list[Any]:

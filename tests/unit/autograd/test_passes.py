@@ -17,11 +17,11 @@ from torchweft.autograd.contexts import Context
 from torchweft.autograd.data_parallel import AVERAGING
 from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.passes import LedPass, Passes, PassPart
+from torchweft.engine.protocol.backward import Gradients, Participant, Progress, Report
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.wire.messages import Kind
 from torchweft.errors import BackwardTimeout
 from torchweft.ids import scoped_id
-from torchweft.protocol.backward import Gradients, Participant, Progress, Report
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind
 
 ITEM: Any = (None, "an item")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.channel.fake_gpu import FakeGpu
-from torchweft.channel.device_copies import PageLocks
+from tests.unit.engine.channels.fake_gpu import FakeGpu
 from torchweft.checkpoint import kinds
 from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.checkpoint.kinds import DATA, MODULE
+from torchweft.engine.channels.device_copies import PageLocks
 
 MIB = 1 << 20
 

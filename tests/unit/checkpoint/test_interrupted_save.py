@@ -12,7 +12,7 @@ from tests.interrupting import interrupt_at
 from tests.unit.mapreduce.lone_worker import joined
 from torchweft.checkpoint import save, save_async
 from torchweft.checkpoint.saving import _TURNS
-from torchweft.worker.current import current
+from torchweft.engine.worker.current import current
 
 STEPS = 40
 """Those up to the plan, and some more; it is made after the turn has been taken."""

@@ -14,11 +14,11 @@ import torch
 from torchweft import knobs
 from torchweft.checkpoint import owner
 from torchweft.checkpoint.owner import Deadline, raise_first
+from torchweft.engine.threads.device_streams import ServedStreams
+from torchweft.engine.worker import current
+from torchweft.engine.worker.agent import Slots
 from torchweft.errors import ArgumentTypeError, CallTimeout, CheckpointError, WorkerLost
 from torchweft.optim.distributed import Failure
-from torchweft.threads.device_streams import ServedStreams
-from torchweft.worker import current
-from torchweft.worker.agent import Slots
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from torch import nn
 from tests.unit.optim.references import reference
 from torchweft.checkpoint import parts
 from torchweft.checkpoint.parts import Owned, parameter_names
+from torchweft.engine.threads.device_streams import new_guard
 from torchweft.optim.local import GroupPart, LocalOptimizer
-from torchweft.threads.device_streams import new_guard
 
 LOCK = new_guard()
 

@@ -8,8 +8,8 @@ import pytest
 
 from torchweft.checkpoint import parts as checkpoint_parts
 from torchweft.checkpoint.parts import StagedParts
+from torchweft.engine.worker.agent import Slots
 from torchweft.errors import CheckpointError
-from torchweft.worker.agent import Slots
 
 DRIVER, OTHER = (SimpleNamespace(id=n, name=f"worker{n}", lost=None) for n in (1, 2))
 

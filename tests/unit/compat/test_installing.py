@@ -17,8 +17,8 @@ import torch.nn.parallel.distributed
 import torchweft.compat
 from tests.thorough import CHECKED, spread
 from torchweft.compat.installing import FOLDER, MODULES
+from torchweft.engine.worker import current
 from torchweft.errors import AlreadyInitialized
-from torchweft.worker import current
 
 RPC = "torch.distributed.rpc"
 HOLDERS = ("torch._C", "torch.distributed", "torch.nn.parallel", "torch.futures")
@@ -59,7 +59,7 @@ def take_state() -> dict[str, Any]:
     spread(["iu", "iiu", "iuu", "iuiu", "u", "iiuiuu"], [True, False], all_from=CHECKED),
 )
 def test_everything_is_put_back(sequence: str, in_children: bool) -> None:
-    for module in [*MODULES.values(), "torchweft.worker"]:
+    for module in [*MODULES.values(), "torchweft.engine.worker"]:
         importlib.import_module(module)
     before = take_state()
     for step in sequence:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from torchweft.engine.codec.objects import Packed
+from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.threads.reactor import Waiting
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallCancelled
 from torchweft.mapreduce import execution, shared
 from torchweft.mapreduce.execution import Execution
 from torchweft.mapreduce.parts import Part
 from torchweft.mapreduce.plan import Plan
-from torchweft.protocol.registration import Registration
 from torchweft.rpc.futures import fail
-from torchweft.serialize.objects import Packed
-from torchweft.threads.reactor import Waiting
-from torchweft.worker.peers import Peer
 
 HEAVY = torch.zeros(1 << 20)
 CONTENT = Packed(b"content", (), ())

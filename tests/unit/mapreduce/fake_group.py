@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchweft.protocol.registration import Registration
-from torchweft.worker import current
-from torchweft.worker.peers import Members
+from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.worker import current
+from torchweft.engine.worker.peers import Members
 
 
 def join(patch: pytest.MonkeyPatch, size: int, rank: int = 0) -> Members:

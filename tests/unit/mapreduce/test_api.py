@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tests.unit.mapreduce import fake_group
 from torchweft import mapreduce
+from torchweft.engine.codec.functions import name_of, resolve
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.mapreduce import api
 from torchweft.mapreduce.parts import Cut
 from torchweft.mapreduce.plan import Manner
 from torchweft.mapreduce.reducers import reduce
-from torchweft.serialize.functions import name_of, resolve
 
 
 class HereCall:

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.worker.group import group_of
+from tests.unit.engine.worker.group import group_of
+from torchweft.engine.worker import current
+from torchweft.engine.worker.calls import current_call
 from torchweft.errors import ShutdownError
 from torchweft.mapreduce import ending
-from torchweft.worker import current
-from torchweft.worker.calls import current_call
 
 
 @pytest.mark.parametrize(

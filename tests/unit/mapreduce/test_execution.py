@@ -14,6 +14,7 @@ import torch
 
 from tests.unit.mapreduce.fake_calls import HEAVY, Map, Sent, lose
 from torchweft.autograd.contexts import current_id, enter
+from torchweft.engine.worker.calls import current_call
 from torchweft.errors import (
     CallCancelled,
     CallTimeout,
@@ -25,7 +26,6 @@ from torchweft.mapreduce import execution
 from torchweft.mapreduce.execution import Surroundings, surroundings
 from torchweft.mapreduce.observers import observers
 from torchweft.mapreduce.schedule import Moved
-from torchweft.worker.calls import current_call
 
 LIMIT_S = 20.0
 Begin = Callable[..., Map]

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.worker.group import Member, group_of
+from tests.unit.engine.worker.group import Member, group_of
+from torchweft.engine.protocol.registration import HOST
+from torchweft.engine.worker import current
 from torchweft.errors import ConfigurationError, NotInitialized, UnknownWorker
 from torchweft.ids import WorkerInfo
 from torchweft.mapreduce import world
 from torchweft.mapreduce.world import WorldInfo
-from torchweft.protocol.registration import HOST
-from torchweft.worker import current
 
 PLACE = {"RANK": "3", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import torchweft
 from tests.unit.mapreduce import lone_worker
 from torchweft import mapreduce, rpc
+from torchweft.engine.worker.current import current
 from torchweft.errors import CallCancelled, NotInitialized, ReduceError
 from torchweft.mapreduce import map_call, shared
 from torchweft.mapreduce.map_call import MapCall, MapFuture
 from torchweft.mapreduce.parts import Cut, Part
 from torchweft.mapreduce.plan import Manner, Plan
 from torchweft.rpc.worker import current_worker
-from torchweft.worker.current import current
 
 LIMIT_S = 20.0
 MANNER = Manner(-1.0, balance=False, rerun=None, concurrency=1)

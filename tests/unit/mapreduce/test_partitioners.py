@@ -287,7 +287,7 @@ def test_a_class_in_place_of_a_partitioner_is_told() -> None:
 def test_before_there_is_a_group_ranks_stand_for_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torchweft.worker.current.here", None)
+    monkeypatch.setattr("torchweft.engine.worker.current.here", None)
     stay_outside(monkeypatch, 2, rank=1)
     assert [part[0] for part in cut(None, (X,)).parts] == [0, 1]
     assert cut(None).parts == [(1, (), {})]

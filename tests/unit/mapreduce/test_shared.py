@@ -11,13 +11,13 @@ from torch import Tensor, nn
 import torchweft
 from tests.unit.mapreduce import lone_worker
 from torchweft import rpc
+from torchweft.engine.codec.objects import Packed
+from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError
 from torchweft.mapreduce import shared
 from torchweft.mapreduce.shared import Shared, Slot
 from torchweft.mapreduce.turns import NOTHING
 from torchweft.rpc.worker import WORKER, current_worker
-from torchweft.serialize.objects import Packed
-from torchweft.worker.current import current
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.unit.worker.group import group_of
+from tests.unit.engine.worker.group import group_of
 from torchweft import rpc
+from torchweft.engine.worker import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.mapreduce import ending
 from torchweft.mapreduce.world import auto_init_rpc, barrier, get_world_info
-from torchweft.worker import current
 
 VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 WEFT_VARIABLES = "WEFT_WORKER_NAME WEFT_INIT_METHOD TORCHELASTIC_RUN_ID".split()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchweft.engine.protocol.observing import CALL, GATHERING, Wait, call_key
 from torchweft.observe.report import Identity, Member, OpenCall, Report, ServedCall, Thread
-from torchweft.protocol.observing import CALL, GATHERING, Wait, call_key
 
 LONG_S = 30.0
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.engine.worker.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
-from tests.unit.worker.group import LIMIT_S, wait_until
+from torchweft.engine.protocol.observing import CALL, VALUE
+from torchweft.engine.worker import current as current_agent
 from torchweft.observe.report import Thread
 from torchweft.observe.reporting import threads
-from torchweft.protocol.observing import CALL, VALUE
 from torchweft.rpc import calls, several
 from torchweft.rpc.futures import Future
-from torchweft.worker import current as current_agent
 
 _may_end = threading.Event()
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.tables import cases
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.wire.messages import ERROR_REPLY, Kind
+from torchweft.engine.worker.calls import PendingCall
 from torchweft.observe import counting
 from torchweft.observe.counting import OTHERS, Tally, key_of, name_of
 from torchweft.observe.report import percentile
 from torchweft.observe.tracing.notes import Names
 from torchweft.rpc.functions import batched
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import ERROR_REPLY, Kind
-from torchweft.worker.calls import PendingCall
 
 
 def work() -> None: ...

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchweft.channel.rdma import NO_DEVICE
+from torchweft.engine.channels.rdma import NO_DEVICE
 from torchweft.errors import ProtocolError
 from torchweft.observe.doctor import Diagnosis, Finding, Level, diagnose, merged, sample
 from torchweft.observe.facts import (

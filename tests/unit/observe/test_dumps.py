@@ -10,10 +10,10 @@ import pytest
 
 from tests.unit.observe.reports import report
 from torchweft import knobs
+from torchweft.engine.threads.reports import Events
 from torchweft.errors import ConfigurationError
 from torchweft.observe.report import decode_report
 from torchweft.observe.reporting import Dumps
-from torchweft.threads.reports import Events
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.observe.reports import member, report
+from torchweft.engine.io.addresses import UnixAddress
+from torchweft.engine.io.handshake import NotProven
 from torchweft.errors import GroupNotFound, ObserveError, ObserverRefused
 from torchweft.observe import group
 from torchweft.observe.group import Group, find
 from torchweft.observe.report import Identity, encode
 from torchweft.observe.session import Access
 from torchweft.secret import Secret
-from torchweft.transport.addresses import UnixAddress
-from torchweft.transport.handshake import NotProven
 
 OPEN = Access()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from torchweft.engine.io import addresses
 from torchweft.observe.examining import NetworkLink, link_towards
-from torchweft.transport import addresses
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import os
 
+from torchweft.engine.io.handshake import NotProven
 from torchweft.observe.session import why_silent
-from torchweft.transport.handshake import NotProven
 
 
 def test_a_process_that_is_busy_and_one_that_is_unknown() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.observe.reports import calling, made, report, served, thread
+from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.errors import ProtocolError
 from torchweft.observe.report import (
     Event,
@@ -16,7 +17,6 @@ from torchweft.observe.report import (
     decode_report,
     encode,
 )
-from torchweft.protocol.observing import NumberRow, NumberTable
 
 FULL = report(
     "a",

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from tests.unit.observe.reports import calling, made, report, served, thread
+from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.observe import text
 from torchweft.observe.rates import functions, peers, rate
 from torchweft.observe.report import Event, FunctionCounts, HeldReference, Traffic
-from torchweft.protocol.observing import NumberRow, NumberTable
 
 
 def test_a_table_has_text_at_the_left_and_numbers_at_the_right() -> None:

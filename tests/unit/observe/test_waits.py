@@ -12,9 +12,9 @@ from tests.unit.observe.reports import (
     served,
     thread,
 )
+from torchweft.engine.protocol.observing import PASS, SHUTDOWN, VALUE, Wait, making_key
 from torchweft.observe.report import Report
 from torchweft.observe.waits import WaitGraph, as_json, explain
-from torchweft.protocol.observing import PASS, SHUTDOWN, VALUE, Wait, making_key
 
 SILENT = {"b": "does not answer"}
 

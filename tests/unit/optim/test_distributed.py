@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchweft.engine.worker import current
 from torchweft.errors import CallTimeout, OptimizerError, WorkerLost
 from torchweft.optim.distributed import Failure, raise_failures
-from torchweft.worker import current
 
 
 @pytest.fixture(autouse=True)

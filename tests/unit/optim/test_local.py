@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.optim.references import reference
+from torchweft.engine.threads.device_streams import new_guard
 from torchweft.optim.local import GroupPart, LocalOptimizer, Saved
-from torchweft.threads.device_streams import new_guard
 
 
 def part(group: int, numbers: list[int], parameters: list[Tensor], **options: Any) -> GroupPart:

@@ -8,14 +8,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.unit.worker.group import Member, group_of, wait_until
+from tests.unit.engine.worker.group import Member, group_of, wait_until
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.peers import Peer
 from torchweft.rpc import calls, serving
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.worker import current as current_agent
-from torchweft.worker.peers import Peer
 
 LIMIT_S = 20.0
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.autograd.contexts import make_placeholders
+from torchweft.engine.wire.messages import NO_GRAD
 from torchweft.errors import AutogradError
 from torchweft.rpc.batching import LocalCall, batched
 from torchweft.rpc.stacking import Entry, Options, Runner, take_apart
-from torchweft.wire.messages import NO_GRAD
 
 
 class Caller:

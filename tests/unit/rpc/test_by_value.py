@@ -19,23 +19,23 @@ import pytest
 import torch
 from torch.futures import Future as PlainFuture
 
+from tests.unit.engine.worker.group import wait_until
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
-from tests.unit.worker.group import wait_until
 from torchweft import knobs
-from torchweft.errors import CallCancelled, ProtocolError, QueueFull, SerializationError
-from torchweft.rpc import calls, observed
-from torchweft.rpc.functions import async_execution
-from torchweft.serialize import by_value
-from torchweft.serialize.by_value import Code, take_apart
-from torchweft.serialize.objects import pack
-from torchweft.wire.frames import encode_frame
-from torchweft.wire.messages import (
+from torchweft.engine.codec import by_value
+from torchweft.engine.codec.by_value import Code, take_apart
+from torchweft.engine.codec.objects import pack
+from torchweft.engine.wire.frames import encode_frame
+from torchweft.engine.wire.messages import (
     NAMED,
     NO_CREATION,
     Kind,
     encode_call,
 )
-from torchweft.worker.calls import PendingCall
+from torchweft.engine.worker.calls import PendingCall
+from torchweft.errors import CallCancelled, ProtocolError, QueueFull, SerializationError
+from torchweft.rpc import calls, observed
+from torchweft.rpc.functions import async_execution
 
 scale = 10
 _seen: list[Any] = []

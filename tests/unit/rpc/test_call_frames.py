@@ -15,14 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import torchweft.native as loading
-from tests.unit.serialize.test_values import VALUES
-from torchweft.errors import ProtocolError
-from torchweft.ids import ReferenceId
-from torchweft.rpc import encoding
-from torchweft.rpc.encoding import plain_frame
-from torchweft.serialize.values import decode, no_home
-from torchweft.wire.frames import HEADER_BYTES
-from torchweft.wire.messages import (
+from tests.unit.engine.codec.test_values import VALUES
+from torchweft.engine.codec.values import decode, no_home
+from torchweft.engine.wire.frames import HEADER_BYTES
+from torchweft.engine.wire.messages import (
     NO_GRAD,
     HandedReference,
     decode_call,
@@ -30,6 +26,10 @@ from torchweft.wire.messages import (
     encode_reply,
     place_in_graph,
 )
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+from torchweft.rpc import encoding
+from torchweft.rpc.encoding import plain_frame
 
 native = loading.native
 pytestmark = pytest.mark.skipif(native is None, reason=loading.reason)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.references import OwnedValue
 from torchweft.errors import ConfigurationError, WorkerLost
-from torchweft.protocol.registration import Registration
 from torchweft.rpc.functions import async_execution
 from torchweft.rpc.serving import Call, WhenReady, settle
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind
-from torchweft.worker.peers import Peer
-from torchweft.worker.references import OwnedValue
 
 REFERENCE = (1, 0, 5)
 

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.protocol.served_calls import ServedCall
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.calls import current_call
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import WorkerLost
-from torchweft.protocol.registration import Registration
-from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc.current_call import detached, is_cancelled, remaining_time, serving
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind
-from torchweft.worker.calls import current_call
-from torchweft.worker.peers import Peer
 
 LIMIT_S = 20.0
 

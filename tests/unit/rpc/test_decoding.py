@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tests.thorough import examples
 from tests.unit.rpc.results import VALUES, same
+from torchweft.engine.codec.functions import resolve
+from torchweft.engine.codec.tensors import decode_tensors, encode_tensors
+from torchweft.engine.codec.values import decode, encode, refuse_home
+from torchweft.engine.wire import messages
+from torchweft.engine.wire.messages import NO_CREATION, NO_GRAD, HandedReference, encode_call
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.native import Native, native, reason
-from torchweft.serialize.functions import resolve
-from torchweft.serialize.tensors import decode_tensors, encode_tensors
-from torchweft.serialize.values import decode, encode, refuse_home
-from torchweft.wire import messages
-from torchweft.wire.messages import NO_CREATION, NO_GRAD, HandedReference, encode_call
 
 LIMIT = 4
 """How many tensors a message may have in these tests."""

@@ -21,17 +21,17 @@ from torchweft import rpc
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.graph import roots_of
+from torchweft.engine.codec import tensors as tensor_tables
+from torchweft.engine.codec.objects import pack
+from torchweft.engine.codec.tensors import describe, read
+from torchweft.engine.worker import peers, tensor_messages
+from torchweft.engine.worker.current import current, is_set
+from torchweft.engine.worker.peers import HOST, DeviceMaps, Peer
+from torchweft.engine.worker.tensor_messages import LocalMessage, own_copy
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.nn import owner
 from torchweft.rpc import options as options_module
 from torchweft.rpc.ports import Ports
-from torchweft.serialize import tensors as tensor_tables
-from torchweft.serialize.objects import pack
-from torchweft.serialize.tensors import describe, read
-from torchweft.worker import peers, tensor_messages
-from torchweft.worker.current import current, is_set
-from torchweft.worker.peers import HOST, DeviceMaps, Peer
-from torchweft.worker.tensor_messages import LocalMessage, own_copy
 
 CALL, ANSWER, CALL_OF_CALLEE, ANSWER_OF_CALLER = 1, 4, 2, 3
 """The index of the faked device, by the map that a message followed."""

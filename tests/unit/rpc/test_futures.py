@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from torchweft.engine.worker.calls import PendingCall
 from torchweft.errors import CallCancelled
 from torchweft.rpc.futures import Future
-from torchweft.worker.calls import PendingCall
 
 
 class Agent:

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.worker.group import group_of
+from tests.unit.engine.worker.group import group_of
+from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.worker import current
+from torchweft.engine.worker.peers import Members, Peer
 from torchweft.errors import WorkerLost
-from torchweft.protocol.registration import Registration
 from torchweft.rpc.health import info_of, on_worker_lost
-from torchweft.worker import current
-from torchweft.worker.peers import Members, Peer
 
 
 def test_a_worker_is_found_by_id_until_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

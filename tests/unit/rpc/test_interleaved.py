@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.worker.group import LIMIT_S, group_of
+from tests.unit.engine.worker.group import LIMIT_S, group_of
+from torchweft.engine.protocol.leaving import OpenLeaving
+from torchweft.engine.worker import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import WorkerLost
-from torchweft.protocol.leaving import OpenLeaving
 from torchweft.rpc.collective import Gatherings, Key, Limits, Ways
 from torchweft.rpc.encoding import Encoder
 from torchweft.rpc.health import on_worker_lost
 from torchweft.rpc.node import Leaving
 from torchweft.rpc.ports import Listener
-from torchweft.worker import current
-from torchweft.worker.peers import Peer
 
 LIMITS = Limits(LIMIT_S, LIMIT_S)
 

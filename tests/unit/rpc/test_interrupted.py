@@ -23,18 +23,18 @@ import torch
 
 from tests.interrupting import Interrupt, interrupt_at
 from tests.thorough import every
+from tests.unit.engine.worker.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
-from tests.unit.worker.group import LIMIT_S, wait_until
 from torchweft import autograd, native
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import current_id, enter
 from torchweft.autograd.engine import ENGINE
 from torchweft.autograd.graph import roots_of
+from torchweft.engine.threads import interrupts
+from torchweft.engine.worker import current as current_agent
 from torchweft.errors import AutogradError, CallCancelled
 from torchweft.rpc.decoding import Decoder
 from torchweft.rpc.futures import Future
-from torchweft.threads import interrupts
-from torchweft.worker import current as current_agent
 
 
 def double(value: Any) -> Any:
@@ -63,7 +63,7 @@ def with_twin(twin: str) -> Iterator[None]:
         pytest.skip(native.reason)
     with pytest.MonkeyPatch.context() as patch:
         if twin == "plain":
-            patch.setattr("torchweft.transport.link.native", None)
+            patch.setattr("torchweft.engine.io.link.native", None)
         yield
 
 

@@ -13,15 +13,15 @@ import pytest
 
 from tests.interrupting import interrupt_at
 from tests.thorough import every
+from tests.unit.engine.worker.group import wait_until
 from tests.unit.rpc.pair import Pair, pair_of
 from tests.unit.rpc.test_interrupted import check_is_sound
-from tests.unit.worker.group import wait_until
+from torchweft.engine.worker import current as current_agent
 from torchweft.errors import ReferenceGone
 from torchweft.knobs import INTERNAL_VARIABLE
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import Worker
-from torchweft.worker import current as current_agent
 
 held: list[RRef[int]] = []
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.worker.peers import Members
 from torchweft.errors import ConfigurationError
-from torchweft.protocol.registration import Registration
 from torchweft.rpc import joining
 from torchweft.rpc.joining import _compare_versions, _where_to_listen
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.secret import Secret
-from torchweft.worker.peers import Members
 
 SECRET = Secret(b"sixteen bytes at least")
 NEAR = ("127.0.0.1", "127.0.0.1")

@@ -7,14 +7,14 @@ import time
 
 from torch.distributed import HashStore
 
-from tests.unit.worker.group import Member, group_of, wait_until
-from torchweft.protocol.connecting import Patience
-from torchweft.protocol.leaving import Left, Send, Step
+from tests.unit.engine.worker.group import Member, group_of, wait_until
+from torchweft.engine.protocol.connecting import Patience
+from torchweft.engine.protocol.leaving import Left, Send, Step
+from torchweft.engine.wire.frames import encode_frame
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker import current as current_agent
 from torchweft.rpc.node import Node
 from torchweft.rpc.options import RpcBackendOptions
-from torchweft.wire.frames import encode_frame
-from torchweft.wire.messages import Kind
-from torchweft.worker import current as current_agent
 
 LONG_S = 30.0
 CLOSE_LIMIT_S = 5.0

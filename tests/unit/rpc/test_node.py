@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from tests.unit.worker.group import LIMIT_S, Member, group_of, wait_until
+from tests.unit.engine.worker.group import LIMIT_S, Member, group_of, wait_until
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import WorkerLost
 from torchweft.rpc import calls
 from torchweft.rpc.node import Node
 from torchweft.rpc.options import RpcBackendOptions
-from torchweft.worker import current as current_agent
-from torchweft.worker.peers import Peer
 
 ORDER = [
     "tensor_messages",

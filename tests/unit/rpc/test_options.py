@@ -17,8 +17,9 @@ from torch.distributed import HashStore
 
 from tests.tables import cases
 from torchweft import knobs, rpc
+from torchweft.engine.protocol.registration import Devices
+from torchweft.engine.worker.current import current, is_set
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.protocol.registration import Devices
 from torchweft.rpc import options as options_module
 from torchweft.rpc.options import (
     BackendOptions,
@@ -28,7 +29,6 @@ from torchweft.rpc.options import (
     from_tensorpipe,
     warn_of_ignored,
 )
-from torchweft.worker.current import current, is_set
 
 
 def test_defaults_are_the_knobs_and_can_work() -> None:

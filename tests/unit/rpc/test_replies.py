@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from tests.thorough import examples
 from tests.unit.rpc.results import VALUES
+from torchweft.engine.codec.objects import pack
+from torchweft.engine.codec.tensors import shared_ranges
+from torchweft.engine.codec.values import no_home
+from torchweft.engine.wire.messages import ERROR_REPLY, NO_GRAD, Kind
 from torchweft.native import native, reason
 from torchweft.rpc import worker
 from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
 from torchweft.rpc.worker import Worker
-from torchweft.serialize.objects import pack
-from torchweft.serialize.tensors import shared_ranges
-from torchweft.serialize.values import no_home
-from torchweft.wire.messages import ERROR_REPLY, NO_GRAD, Kind
 
 LIMIT = 4
 """How many tensors a message may have in these tests."""

@@ -16,6 +16,18 @@ from torch import nn
 from tests.free_encoder import Attributed, Made, Named, pack_freely
 from tests.fuzz.strict import program
 from tests.fuzz.strict.world import OTHER, World
+from torchweft.engine.codec.objects import pack_plain
+from torchweft.engine.codec.tensors import as_memory, describe, encode_tensors
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.wire.messages import (
+    NAMED,
+    NO_CREATION,
+    TABLES,
+    Kind,
+    encode_call,
+    encode_tables,
+)
+from torchweft.engine.worker.calls import current_call
 from torchweft.errors import (
     ArgumentTypeError,
     CallError,
@@ -31,18 +43,6 @@ from torchweft.optim.local import GroupPart, Saved
 from torchweft.rpc import RRef, collective
 from torchweft.rpc.calls import CALL_METHOD
 from torchweft.rpc.collective import Key
-from torchweft.serialize.objects import pack_plain
-from torchweft.serialize.tensors import as_memory, describe, encode_tensors
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import (
-    NAMED,
-    NO_CREATION,
-    TABLES,
-    Kind,
-    encode_call,
-    encode_tables,
-)
-from torchweft.worker.calls import current_call
 
 ROWS = torch.ones(1, 2)
 

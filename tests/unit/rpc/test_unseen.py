@@ -7,9 +7,9 @@ import math
 
 import pytest
 
+from torchweft.engine.worker.calls import PendingCall
 from torchweft.rpc.futures import Future, _raise_copy
 from torchweft.rpc.unseen import Guard, Report, _log_all
-from torchweft.worker.calls import PendingCall
 
 
 def read(content: bytes) -> BaseException:

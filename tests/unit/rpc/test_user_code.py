@@ -18,9 +18,9 @@ from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.graph import roots_of
 from torchweft.autograd.passes import LedPass
+from torchweft.engine.worker.calls import current_call
 from torchweft.errors import AutogradError, RemoteError
 from torchweft.rpc.functions import async_execution
-from torchweft.worker.calls import current_call
 
 THREADS = 2
 TIMES = THREADS + 2
@@ -327,7 +327,7 @@ def test_a_log_that_raises_harms_nobody(
     def cannot_log(*_: object, **__: object) -> None:
         raise SystemExit("in a handler of the log")
 
-    monkeypatch.setattr("torchweft.threads.reports._log.exception", cannot_log)
+    monkeypatch.setattr("torchweft.engine.threads.reports._log.exception", cannot_log)
     for _ in range(TIMES):
         pair.callee.agent.reactor.submit_task(fail)
     pair.check_serves(THREADS)

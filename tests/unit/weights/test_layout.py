@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.unit.channel.fake_gpu import FakeGpu
+from tests.unit.engine.channels.fake_gpu import FakeGpu
 from torchweft.errors import ArgumentTypeError
 from torchweft.weights import WeightsMismatch
 from torchweft.weights.layout import ALIGNMENT, check_same, check_shared, layout_of, tensors_of

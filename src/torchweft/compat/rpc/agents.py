@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 import torchweft.rpc
+from torchweft.engine.threads.reports import names_of
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.agent import Agent
 from torchweft.errors import CallTimeout
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.node import NODE
 from torchweft.rpc.worker import current_worker
-from torchweft.threads.reports import names_of
-from torchweft.worker import current as current_agent
-from torchweft.worker.agent import Agent
 
 _POLL_S = 0.002
 _PERIOD_S = 0.005

@@ -31,6 +31,8 @@ from torchweft.compat.rpc.internal import (
 )
 from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.compat.waiting import _thread_local_var, _wait_all, note_future
+from torchweft.engine.codec.registry import remotely_callable_unless_strict
+from torchweft.engine.worker import current as current_agent
 from torchweft.errors import (
     CallError,
     ConfigurationError,
@@ -41,8 +43,6 @@ from torchweft.errors import (
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.collective import Gathering, Limits, Ways, current_gatherings, members
 from torchweft.rpc.futures import Future, fail
-from torchweft.serialize.registry import remotely_callable_unless_strict
-from torchweft.worker import current as current_agent
 
 __all__ = [
     "AllGatherStates",

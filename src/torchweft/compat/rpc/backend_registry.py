@@ -16,13 +16,13 @@ from torchweft.compat.rpc import constants as rpc_constants
 from torchweft.compat.rpc.agents import TensorPipeAgent
 from torchweft.compat.rpc.options import TensorPipeRpcBackendOptions
 from torchweft.compat.rpc.references import RRef
+from torchweft.engine.codec.exceptions import as_runtime_error, chain
+from torchweft.engine.codec.tracebacks import places_of, shorten
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
 from torchweft.rpc.joining import join_group
 from torchweft.rpc.options import from_tensorpipe, warn_of_ignored
 from torchweft.rpc.worker import current_worker
-from torchweft.serialize.exceptions import as_runtime_error, chain
-from torchweft.serialize.tracebacks import places_of, shorten
-from torchweft.worker.peers import Peer
 
 __all__ = [
     "BackendType",

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from torchweft.autograd.contexts import current_id
+from torchweft.engine.codec.objects import pack, unpack
+from torchweft.engine.codec.reducers import register_reducer
 from torchweft.errors import CallCancelled, NotAllowed, ProtocolError, SerializationError
 from torchweft.rpc.calls import RPCExecMode
 from torchweft.rpc.calls import build_key as _build_rpc_profiling_key
 from torchweft.rpc.functions import ASYNC_MARK, async_execution
 from torchweft.rpc.worker import current_worker
-from torchweft.serialize.objects import pack, unpack
-from torchweft.serialize.reducers import register_reducer
 
 __all__ = [
     "PythonUDF",

@@ -20,9 +20,9 @@ from torchweft import knobs
 from torchweft.compat import autograd as dist_autograd
 from torchweft.compat.rpc import api, backend_registry
 from torchweft.compat.rpc.options import RpcBackendOptions
+from torchweft.engine.worker.rendezvous import check_answers, open_store, why_not_open
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
 from torchweft.patching import check_unpatched
-from torchweft.worker.rendezvous import check_answers, open_store, why_not_open
 
 _log = logging.getLogger("torchweft")
 

@@ -17,6 +17,10 @@ from torch.autograd.profiler import record_function
 import torchweft.rpc
 from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.compat.rpc.rref_proxy import RRefProxy
+from torchweft.engine.codec.registry import remotely_callable_unless_strict
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.references import ReferenceKeeper
 from torchweft.errors import (
     CallError,
     CallTimeout,
@@ -31,10 +35,6 @@ from torchweft.rpc.functions import async_execution
 from torchweft.rpc.futures import OrderedFuture, fail, wait_unseen
 from torchweft.rpc.serving import WhenReady
 from torchweft.rpc.worker import current_worker
-from torchweft.serialize.registry import remotely_callable_unless_strict
-from torchweft.worker import current as current_agent
-from torchweft.worker.agent import Agent
-from torchweft.worker.references import ReferenceKeeper
 
 __all__ = ["PyRRef", "RRef"]
 

@@ -11,7 +11,7 @@ import torch
 
 from torchweft.arguments import is_number
 from torchweft.embedding.errors import PlanError
-from torchweft.serialize.registry import rebuilds_plain
+from torchweft.engine.codec.registry import rebuilds_plain
 
 Pooling = Literal["sum", "mean", "max", "none"]
 _POOLINGS = ("sum", "mean", "max", "none")

@@ -14,7 +14,7 @@ import torch
 
 from torchweft.embedding.plan.configs import TableConfig
 from torchweft.embedding.plan.shards import Shard
-from torchweft.serialize.registry import rebuilds_plain
+from torchweft.engine.codec.registry import rebuilds_plain
 
 
 class Member(NamedTuple):

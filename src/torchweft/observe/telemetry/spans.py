@@ -9,9 +9,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from torchweft.engine.worker.agent import Slot
 from torchweft.errors import ConfigurationError, ObserveError
 from torchweft.rpc.node import Node, current_node
-from torchweft.worker.agent import Slot
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider

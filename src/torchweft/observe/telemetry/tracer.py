@@ -32,18 +32,18 @@ from opentelemetry.trace import (
 from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import current_id
 from torchweft.autograd.local_pass import LocalPass, Outgoing
+from torchweft.engine.protocol.backward import Progress
+from torchweft.engine.protocol.served_calls import AnsweredCall
+from torchweft.engine.wire.frames import Buffer
+from torchweft.engine.wire.messages import ERROR_REPLY, MAX_SPAN_BYTES, NO_GRAD, pass_span
+from torchweft.engine.worker.calls import PendingCall, current_call
+from torchweft.engine.worker.peers import Peer
 from torchweft.ids import ReferenceId, worker_of
 from torchweft.observe.counting import name_of
 from torchweft.observe.tracing.notes import operations_due
-from torchweft.protocol.backward import Progress
-from torchweft.protocol.served_calls import AnsweredCall
 from torchweft.rpc.observed import named_in
 from torchweft.rpc.worker import Carrier
 from torchweft.version import VERSION
-from torchweft.wire.frames import Buffer
-from torchweft.wire.messages import ERROR_REPLY, MAX_SPAN_BYTES, NO_GRAD, pass_span
-from torchweft.worker.calls import PendingCall, current_call
-from torchweft.worker.peers import Peer
 
 MOST_CONTEXTS = 1000
 """Contexts of each kind that a worker keeps."""

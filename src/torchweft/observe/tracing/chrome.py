@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from torchweft.engine.wire.messages import Kind
 from torchweft.observe.tracing.joining import Call, Joined, Message
 from torchweft.observe.tracing.reading import FORMAT, ON_CONNECTION, PROFILED, RECEIVE, SEND
 from torchweft.observe.tracing.records import FETCH, Pulled, Ran, Thread, WorkerTrace
-from torchweft.wire.messages import Kind
 
 Event = dict[str, Any]
 Track = int | tuple[str, int]

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchweft.engine.wire.messages import NO_CREATION, Kind
 from torchweft.observe.tracing.records import (
     Alignment,
     Created,
@@ -28,7 +29,6 @@ from torchweft.observe.tracing.records import (
     Served,
     WorkerTrace,
 )
-from torchweft.wire.messages import NO_CREATION, Kind
 
 _REPLY, _GRADIENTS = int(Kind.REPLY), int(Kind.GRADIENTS)
 

@@ -20,6 +20,23 @@ from torchweft.autograd import codec
 from torchweft.autograd.contexts import PLACEHOLDER
 from torchweft.autograd.graph import Reached
 from torchweft.autograd.local_pass import LocalPass, Outgoing
+from torchweft.engine.io.link import Link
+from torchweft.engine.protocol.backward import Progress
+from torchweft.engine.protocol.served_calls import AnsweredCall
+from torchweft.engine.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame
+from torchweft.engine.wire.messages import (
+    CALL_HEAD_BYTES,
+    ERROR_REPLY,
+    NO_CREATION,
+    NO_GRAD,
+    REPLY_HEAD_BYTES,
+    TABLES,
+    Kind,
+    sizes_of_call,
+    sizes_of_reply,
+)
+from torchweft.engine.worker.calls import PendingCall
+from torchweft.engine.worker.peers import Peer
 from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId
 from torchweft.observe.counting import kept_of, key_of, name_of
@@ -36,24 +53,7 @@ from torchweft.observe.tracing.records import (
     SERVED,
     Row,
 )
-from torchweft.protocol.backward import Progress
-from torchweft.protocol.served_calls import AnsweredCall
 from torchweft.rpc.worker import Watcher
-from torchweft.transport.link import Link
-from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame
-from torchweft.wire.messages import (
-    CALL_HEAD_BYTES,
-    ERROR_REPLY,
-    NO_CREATION,
-    NO_GRAD,
-    REPLY_HEAD_BYTES,
-    TABLES,
-    Kind,
-    sizes_of_call,
-    sizes_of_reply,
-)
-from torchweft.worker.calls import PendingCall
-from torchweft.worker.peers import Peer
 
 _CALL, _REPLY, _POST = int(Kind.CALL), int(Kind.REPLY), int(Kind.POST)
 _GRADIENTS = int(Kind.GRADIENTS)

@@ -27,20 +27,20 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from torchweft.engine.codec.registry import remotely_callable
+from torchweft.engine.io.link import Link
+from torchweft.engine.protocol.registration import HOST
+from torchweft.engine.threads.reports import log_exception
+from torchweft.engine.worker.agent import Agent, Slot
+from torchweft.engine.worker.calls import current_call
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ConfigurationError, ObserveError
 from torchweft.observe.tracing.notes import Names, Rows, TracedLinks, TracingWatcher
 from torchweft.observe.tracing.records import STEP, Row
-from torchweft.protocol.registration import HOST
 from torchweft.rpc.current_call import check_types
 from torchweft.rpc.node import current_node
 from torchweft.rpc.worker import Worker
-from torchweft.serialize.registry import remotely_callable
-from torchweft.threads.reports import log_exception
-from torchweft.transport.link import Link
-from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.calls import current_call
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 _READINGS = 5
 _NS = 1e-9

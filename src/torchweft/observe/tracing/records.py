@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from torchweft.protocol.observing import Lead
+from torchweft.engine.protocol.observing import Lead
 
 
 class Alignment(NamedTuple):

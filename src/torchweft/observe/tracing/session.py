@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from torchweft.arguments import wrong_type
+from torchweft.engine.protocol.observing import Lead, Reading, lead_of
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ArgumentTypeError, ConfigurationError, ObserveError, WorkerLost
 from torchweft.files import replacing
 from torchweft.observe.tracing import chrome, recorder
@@ -27,11 +30,8 @@ from torchweft.observe.tracing.records import (
     read,
 )
 from torchweft.probe import clock_id
-from torchweft.protocol.observing import Lead, Reading, lead_of
 from torchweft.rpc import rpc_async, rpc_sync
 from torchweft.rpc.futures import ignore_errors
-from torchweft.worker.current import current
-from torchweft.worker.peers import Peer
 
 LIMIT = 200_000
 TIMEOUT_S = 30.0

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from torchweft.engine.worker.current import current
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 from torchweft.pipeline.values import describe
 from torchweft.rpc import RRef, rpc_async
-from torchweft.worker.current import current
 
 NOT_A_SAMPLE = -1
 NOWHERE = -1

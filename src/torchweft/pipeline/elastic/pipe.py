@@ -17,6 +17,7 @@ from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.checkpoint import Snapshot
 from torchweft.checkpoint import restore as restore_part
 from torchweft.closing import Closing
+from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
 from torchweft.free_threading import shared_count
 from torchweft.pipeline.cutting import Stages, find_ties
@@ -36,7 +37,6 @@ from torchweft.rpc import (
     health,
     rpc_all,
 )
-from torchweft.worker.current import current
 
 Replicas = tuple[int, ...]
 _numbers = shared_count(1)

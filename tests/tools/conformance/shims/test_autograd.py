@@ -8,7 +8,7 @@ from tests.conformance.shims.autograd import GraphNode, recv_functions, send_fun
 from tests.unit.autograd.cluster import flags_of
 from torchweft.autograd.contexts import Context
 from torchweft.compat.autograd import DistAutogradContext
-from torchweft.serialize.objects import pack, unpack
+from torchweft.engine.codec.objects import pack, unpack
 
 RECEIVE = "torch::distributed::autograd::RecvRpcBackward"
 SEND = "torch::distributed::autograd::SendRpcBackward"

@@ -18,9 +18,9 @@ from torchweft.compat.rpc.backend_registry import (
     register_backend,
 )
 from torchweft.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from torchweft.engine.codec.exceptions import pack_error, unpack_error
+from torchweft.engine.worker import current
 from torchweft.errors import WeftError
-from torchweft.serialize.exceptions import pack_error, unpack_error
-from torchweft.worker import current
 
 CALLER: Any = SimpleNamespace(name="trainer")
 

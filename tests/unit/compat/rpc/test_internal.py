@@ -14,13 +14,13 @@ from torchweft.compat.rpc.internal import (
     references_beside,
     serialize,
 )
+from torchweft.engine.codec import reducers
+from torchweft.engine.codec.objects import pack, unpack
 from torchweft.errors import (
     ProtocolError,
     SerializationError,
     UnknownFunction,
 )
-from torchweft.serialize import reducers
-from torchweft.serialize.objects import pack, unpack
 
 
 class Point:
@@ -105,7 +105,7 @@ def test_reducers_of_another_pickler_are_its_own() -> None:
 
 
 def test_references_travel_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchweft.serialize import objects
+    from torchweft.engine.codec import objects
 
     class Reference:
         def _serialize(self) -> None:

@@ -3,9 +3,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.observe.reports import made, member, report, served
+from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.observe.metrics.measures import BOUNDS_S, Distribution, measures_of
 from torchweft.observe.report import FunctionCounts, Traffic, bucket_of
-from torchweft.protocol.observing import NumberRow, NumberTable
 
 OF_F = {"weft.worker": "a", "rpc.system.name": "torchweft", "rpc.method": "f"}
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchweft.engine.protocol.observing import Lead, Reading, lead_of
 from torchweft.observe.tracing.records import SAME, Alignment
-from torchweft.protocol.observing import Lead, Reading, lead_of
 
 delays = st.floats(0.0, 0.5)
 offsets = st.floats(-1e6, 1e6)

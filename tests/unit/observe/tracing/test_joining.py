@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.made_up_traces import CONTEXT, alignment, call, received, sent, step, worker
+from torchweft.engine.wire.messages import Kind
 from torchweft.observe.tracing.joining import Call, join
 from torchweft.observe.tracing.records import SAME, Created, Offered, Served, read
-from torchweft.wire.messages import Kind
 
 
 def only_call(joined: object) -> Call:

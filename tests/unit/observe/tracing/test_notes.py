@@ -10,6 +10,15 @@ from typing import Any
 import pytest
 
 from torchweft.autograd.codec import PassMode, PassName, encode, encode_head
+from torchweft.engine.io.link import Link
+from torchweft.engine.protocol.backward import Failed, Gradients, Progress
+from torchweft.engine.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
+from torchweft.engine.wire.messages import (
+    NO_GRAD,
+    Kind,
+    encode_call,
+    encode_reply,
+)
 from torchweft.observe.tracing.notes import (
     Ids,
     LinkNotes,
@@ -19,15 +28,6 @@ from torchweft.observe.tracing.notes import (
     ids_in,
 )
 from torchweft.observe.tracing.records import Received, Sent, read
-from torchweft.protocol.backward import Failed, Gradients, Progress
-from torchweft.transport.link import Link
-from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
-from torchweft.wire.messages import (
-    NO_GRAD,
-    Kind,
-    encode_call,
-    encode_reply,
-)
 
 SECRET = b"the values of the program"
 HEAD = (1.0, 9, 3, 8, b"module:function")

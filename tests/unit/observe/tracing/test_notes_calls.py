@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from torchweft.engine.wire.frames import Frame
+from torchweft.engine.wire.messages import ERROR_REPLY, Kind
+from torchweft.engine.worker.calls import PendingCall
 from torchweft.ids import ReferenceId
 from torchweft.observe.tracing.notes import Names, Rows, TracingWatcher
 from torchweft.observe.tracing.records import Created, Made, Served, read
 from torchweft.rpc.serving import Call
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import ERROR_REPLY, Kind
-from torchweft.worker.calls import PendingCall
 
 REQUEST = Frame(Kind.CALL, 0, 7, b"", ())
 ARRIVED_S = time.monotonic()

@@ -1,0 +1,130 @@
+"""The channel ``cma``: the receiver copies straight out of the sender's memory.
+
+The kernel allows cross-memory attach between processes of one user that see each other's ids. Yama,
+a container's seccomp filter or a missing capability may forbid it. No set of facts predicts that
+reliably. So each side offers a nonce in its memory when it connects, and the other proves that it
+can read it. Reading may be permitted in one direction only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import struct
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torchweft import knobs
+from torchweft.engine.channels.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
+from torchweft.engine.channels.memory import pull, unavailable
+from torchweft.engine.codec.tensors import as_memory
+from torchweft.errors import ProtocolError
+
+NONCE_BYTES = 16
+_ADDRESS = struct.Struct("<Q")
+
+
+class Nonce:
+    """Random bytes at a fixed address, for a peer to prove that it can read this process.
+
+    Keep it alive for as long as a peer may read it.
+    """
+
+    def __init__(self) -> None:
+        self.value = secrets.token_bytes(NONCE_BYTES)
+        self._memory = ctypes.create_string_buffer(self.value, NONCE_BYTES)
+        self.address = ctypes.addressof(self._memory)
+
+
+def find_obstacle(pid: int, address: int, expected: bytes) -> str:
+    """Reads another process's nonce; returns why it cannot be pulled from, empty if it can.
+
+    An id from another namespace may belong to a different process here; then the bytes found differ
+    from ``expected``.
+    """
+    found = memoryview(bytearray(NONCE_BYTES))
+    try:
+        pull(pid, address, found)
+    except OSError as error:
+        return str(error.strerror)
+    if not secrets.compare_digest(bytes(found), expected):
+        return f"process {pid} here is not the peer: its memory has other contents"
+    return ""
+
+
+class Pull(Channel):
+    """Tensors that the receiver copies out of the sender's memory, which is kept until then.
+
+    Nothing is copied before: writing to the memory before the pull changes the data that the peer
+    gets, as with any send that has not completed.
+    """
+
+    name, number = "cma", 2
+
+    def __init__(self, home: Home) -> None:
+        super().__init__(home)
+        self.from_bytes = knobs.CMA_FROM_BYTES.get()
+        self._nonce = Nonce()
+        self._pids: dict[int, int] = {}
+        """The processes that are proven to be peers."""
+
+    def describe(self) -> dict[str, object]:
+        return {"address": self._nonce.address, "nonce": self._nonce.value.hex()}
+
+    def accept(self, peer: Peer, meeting: Meeting) -> str:
+        obstacle = _obstacle(meeting)
+        if not obstacle:
+            self._pids[peer.id] = meeting.there.pid
+        return obstacle
+
+    def put(self, peer: Peer, token: int, buffers: Sequence[Tensor]) -> Sequence[Handle | None]:
+        # The view of the memory, unlike the tensor, keeps a program from resizing its storage.
+        return [
+            Handle(_ADDRESS.pack(buffer.data_ptr()), buffer.nbytes, as_memory(buffer))
+            if buffer.nbytes >= self.from_bytes
+            else None
+            for buffer in buffers
+        ]
+
+    def get(self, peer: Peer, token: int, entries: Sequence[Entry]) -> Sequence[memoryview]:
+        pid = self._pids.get(peer.id)
+        if pid is None:
+            if peer.is_over:
+                raise peer.lost_error()
+            raise ProtocolError(f"worker {peer.name!r} wants its memory to be read, which fails")
+        pulled = []
+        for entry in entries:
+            if len(entry.content) != _ADDRESS.size:
+                raise ProtocolError(f"an address has {len(entry.content)} bytes")
+            buffer = self._home.pool.lease(entry.size_bytes)
+            try:
+                self._home.copier.pull(pid, _ADDRESS.unpack(entry.content)[0], buffer)
+            except OSError as error:
+                raise CannotGet(str(error)) from error
+            pulled.append(buffer)
+        return pulled
+
+    def lost(self, peer: Peer) -> None:
+        self._pids.pop(peer.id, None)
+
+
+def _obstacle(meeting: Meeting) -> str:
+    """Returns why this process cannot pull from the peer, in the user's terms."""
+    here, there = meeting.here, meeting.there
+    address, text = meeting.told.get("address"), meeting.text("nonce")
+    if not isinstance(address, int) or not 0 <= address < 1 << 64:
+        raise ProtocolError(f"a peer's nonce lies at {address!r}, which is no address")
+    if unavailable:
+        return unavailable
+    if not meeting.is_one_host:
+        return f"the peer is on another host ({there.hostname})"
+    if not here.pid_namespace or here.pid_namespace != there.pid_namespace:
+        return "the peer is in another process namespace, as in another container"
+    if here.uid != there.uid:
+        return f"the peer runs as user {there.uid}, this process as user {here.uid}"
+    try:
+        nonce = bytes.fromhex(text)
+    except ValueError:
+        return "the peer's nonce is malformed"
+    return find_obstacle(there.pid, address, nonce)

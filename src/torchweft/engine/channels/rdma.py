@@ -1,0 +1,832 @@
+"""The channel ``rdma``: large tensors to workers of other hosts, read out of registered memory.
+
+The sender copies a tensor to a registered slab, and the receiver reads that slab. The first large
+tensor to a peer makes both sides open the ends of a transport, and read a slab as a trial. Until
+that has passed, and after any failure, tensors take the next channel. See
+``docs/protocols/channels.md``.
+
+PyTorch has the data plane, ``torch.distributed._transport``, from 2.15 on: memory is registered,
+described by bytes, and read by a peer that has the description. It has no control plane: the
+exchange of addresses and descriptions is Weft's. PyTorch's interface is not stable; only
+``Endpoint`` and ``Transfer`` use it, and these parts of it::
+
+    new_transport(backend, device) -> transport
+    transport.bind() -> bytes           .connect(bytes)           .close()
+    transport.register_memory(tensor) -> memory                   .unregister_memory(memory)
+    transport.read(view, buffer, async_op=True) -> work           all with timeout=seconds
+    memory.to_mutable_view(offset, length) -> view                .to_remote_buffer() -> buffer
+    buffer.serialize() -> bytes         type(buffer).deserialize(bytes) -> buffer
+    work.is_completed() -> bool         .wait(), which raises the error of a transfer
+
+Rules that the interface sets:
+
+- A transport has one peer. A peer reads from the start of registered memory. So every buffer under
+  way has memory that was registered for it alone.
+- A time limit ends the wait, not the transfer. Memory of a transfer that has not ended must not be
+  used again, nor freed.
+- ``work.wait`` sleeps for a millisecond at a time, so ``Transfer.query`` looks instead.
+- Operations in the order of a CUDA stream end the process if they fail. They are not used.
+
+Registering memory takes longer than reading it. So the sender copies each buffer to a *slab*, whose
+size is a power of two. The receiver reads it into a slab of its own, which then is the memory of
+the tensor. The slab that was used last is taken first, as it is the warmest. The memory comes from
+the warm pool, whose pages uploads to GPUs lock.
+
+A slab comes back when its last view ends. At the sender its ``Staged`` has the view, until the peer
+has reported that it has the buffer, or the message is not sent. At the receiver the tensor has it.
+A slab whose transfer may still be running never comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchweft import knobs
+from torchweft.engine.channels.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
+from torchweft.engine.channels.memory import Budget, Bytes, Copier, Exporters, IdleSlabs
+from torchweft.engine.wire.frames import Buffer
+from torchweft.engine.wire.messages import Kind
+from torchweft.errors import ConfigurationError, ProtocolError, WeftError
+from torchweft.free_threading import shared_count
+
+Lease = Callable[[int], memoryview]
+SLAB = struct.Struct("<IQ")
+"""Begins a handle: number and size of a slab. Its description follows where the receiver may not
+have it."""
+
+NO_DEVICE = "there is no RDMA device with an active port here"
+"""The obstacle of most hosts."""
+
+_BACKEND = "nixl"
+_MODULE = "torch.distributed._transport"
+_DEVICES = Path("/sys/class/infiniband")
+_CALL_LIMIT_S = 10.0
+"""Seconds that a call may wait for another one of the same transport."""
+_CLOSE_LIMIT_S = 2.0
+_DIGEST_BYTES = 32
+_TRIAL_READS = 5
+
+# The steps of the trial, the first byte of a ``REMOTE_MEMORY``.
+OFFER, ANSWER, TRIAL, TRIED, REFUSED, ENDED = [bytes((number,)) for number in range(1, 7)]
+
+
+class TransportFailed(CannotGet):
+    """Memory of another host could not be read by PyTorch's transport."""
+
+
+class Registration(NamedTuple):
+    """Registered memory; the tensor keeps it."""
+
+    tensor: Tensor
+    memory: Any
+
+
+class Transfer:
+    """A read that is under way."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def query(self) -> bool:
+        """Whether it has ended, also by a failure; its memory is untouched from then on."""
+        with _failing("looking at a transfer"):
+            return bool(self._work.is_completed())
+
+    def check(self) -> None:
+        """Raises TransportFailed if the read, which has ended, has failed."""
+        with _failing("a transfer"):
+            self._work.wait()
+
+
+_unclosed: list[Any] = []
+"""Transports whose transfers did not end: their memory must live as long as the process."""
+
+
+class Endpoint:
+    """One end of a transport, for one peer and one direction. Thread-safe.
+
+    Args:
+        transport: The transport of PyTorch; owned from here on.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._lock = threading.RLock()  # A garbage collection may run a finalizer of the user.
+        self._buffer_type: Any = None
+        self._is_closed = False
+
+    def bind(self) -> bytes:
+        """Returns the bytes with which the peer connects to this end."""
+        with _failing("binding"), self._lock:
+            return bytes(self._transport.bind(timeout=_CALL_LIMIT_S))
+
+    def connect(self, url: bytes) -> None:
+        """Connects to the peer's end; ``url`` is what ``bind`` returned there."""
+        with _failing("connecting"), self._lock:
+            self._transport.connect(url, timeout=_CALL_LIMIT_S)
+
+    def register(self, memory: memoryview) -> Registration:
+        """Registers host memory, which is kept until ``unregister`` or ``close``."""
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        with _failing("registering memory"), self._lock:
+            self._check_open()
+            return Registration(
+                tensor, self._transport.register_memory(tensor, timeout=_CALL_LIMIT_S)
+            )
+
+    def unregister(self, registration: Registration) -> None:
+        """Ends a registration that no transfer uses, here or at the peer."""
+        with _failing("releasing memory"), self._lock:
+            if not self._is_closed:
+                self._transport.unregister_memory(registration.memory, timeout=_CALL_LIMIT_S)
+
+    def describe(self, registration: Registration) -> bytes:
+        """Returns the bytes with which the peer can read registered memory."""
+        with _failing("describing memory"), self._lock:
+            return bytes(registration.memory.to_remote_buffer(timeout=_CALL_LIMIT_S).serialize())
+
+    def remote(self, own: Registration, description: bytes) -> Any:
+        """Decodes a description of the peer; ``own`` is any memory registered here.
+
+        The type of descriptions is that of the backend, which only its own ones tell.
+        """
+        with _failing("reading a description of memory"), self._lock:
+            if self._buffer_type is None:
+                self._buffer_type = type(own.memory.to_remote_buffer(timeout=_CALL_LIMIT_S))
+            return self._buffer_type.deserialize(description)
+
+    def read(self, into: Registration, size_bytes: int, remote: Any, limit_s: float) -> Transfer:
+        """Begins to read the start of the peer's memory into the start of registered memory.
+
+        If it raises, the transfer may have begun nevertheless: the memory must not be used again.
+        """
+        with _failing("beginning a transfer"), self._lock:
+            self._check_open()
+            view = into.memory.to_mutable_view(0, size_bytes)
+            return Transfer(self._transport.read(view, remote, async_op=True, timeout=limit_s))
+
+    def close(self, limit_s: float) -> None:
+        """Ends the transport, and its registrations. Blocks until ``limit_s`` at most.
+
+        If transfers do not end in time, their memory is kept as long as the process lives.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        try:
+            self._transport.close(timeout=limit_s)
+        except Exception:
+            _unclosed.append(self._transport)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransportFailed("the transport has been closed")
+
+
+def open_endpoint() -> Endpoint:
+    """Returns a new end of a transport for host memory.
+
+    Raises:
+        TransportFailed: The backend cannot be used.
+    """
+    with _failing("making a transport"):
+        return Endpoint(importlib.import_module(_MODULE).new_transport(_BACKEND, "cpu"))
+
+
+def is_forced() -> bool:
+    """Whether RDMA is to be tried without a device and within a host."""
+    return knobs.RDMA.get() == "1"
+
+
+def own_obstacle() -> str:
+    """Returns why this process cannot use the channel; empty if a trial may tell.
+
+    PyTorch's module is imported only where the setting and the devices suggest it.
+
+    Raises:
+        ConfigurationError: ``WEFT_RDMA`` has a value without meaning.
+    """
+    setting, variable = knobs.RDMA.get(), knobs.RDMA.variable
+    if setting not in ("auto", "0", "1"):
+        raise ConfigurationError(
+            f"environment variable {variable} is {setting!r}; set it to auto, 0 or 1, or unset it"
+        )
+    if setting == "0":
+        return f"{variable}=0 is set"
+    if not is_forced() and not _has_device():
+        return NO_DEVICE
+    try:
+        module = importlib.import_module(_MODULE)
+        known = _BACKEND in module.available_transports()
+    except (ImportError, AttributeError):
+        return f"this PyTorch has no {_MODULE}, which comes with 2.15"
+    if not known:
+        return f"this PyTorch has no transport {_BACKEND!r}"
+    if importlib.util.find_spec(_BACKEND) is None:
+        return f"the package {_BACKEND} is not installed"
+    return ""
+
+
+def _has_device() -> bool:
+    """Whether a port of some device is active, for instance ``4: ACTIVE``."""
+    try:
+        return any("ACTIVE" in port.read_text() for port in _DEVICES.glob("*/ports/*/state"))
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _failing(action: str) -> Iterator[None]:
+    """Raises the errors of a backend, which may be of any type, as TransportFailed."""
+    try:
+        yield
+    except TransportFailed:
+        raise
+    except Exception as error:
+        raise TransportFailed(f"{action} failed: {type(error).__name__}: {error}") from error
+
+
+class Slab:
+    """Registered memory.
+
+    Attributes:
+        number: Its number at its endpoint.
+        memory: Its memory.
+        registration: The registration.
+        size_bytes: Its size.
+        description: The bytes with which the peer can read it; empty for a slab of a receiver.
+        is_described: Whether the peer has the description for certain.
+        is_counted: Whether it is within the budget.
+        is_used_up: Whether the peer may read it for ever, so that it is not used again.
+        idle_since_s: When it came back.
+    """
+
+    def __init__(self, number: int, memory: memoryview, registration: Registration) -> None:
+        self.number = number
+        self.memory: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        self.registration = registration
+        self.size_bytes = memory.nbytes
+        self.description = b""
+        self.is_described = False
+        self.is_counted = self.is_used_up = False
+        self.idle_since_s = 0.0
+
+
+class Staged(Handle):
+    """A copy of a buffer in a slab, kept until the peer has read it, or is lost."""
+
+    __slots__ = ("_slab",)
+
+    def __init__(self, slab: Slab, memory: memoryview) -> None:
+        content = SLAB.pack(slab.number, slab.size_bytes)
+        if not slab.is_described:
+            content += slab.description
+        super().__init__(content, memory.nbytes, memory)
+        self._slab = slab
+
+    def memory(self) -> memoryview:
+        """Returns the copy. The slab is not used again: the peer may still be reading it."""
+        self._slab.is_used_up = True
+        return super().memory()
+
+    def acknowledge(self) -> None:
+        self._slab.is_described = True
+
+
+class Slabs:
+    """The slabs of one endpoint. Thread-safe.
+
+    Those that a peer reads are within the budget, and stay registered as long as the endpoint is
+    open. Of those that buffers are read into, the budget limits the idle ones.
+
+    Args:
+        endpoint: Registers them.
+        lease: Leases memory of the warm pool.
+        budget: The registered memory of the worker.
+    """
+
+    def __init__(self, endpoint: Endpoint, lease: Lease, budget: Budget) -> None:
+        self._endpoint = endpoint
+        self._lease = lease
+        self._budget = budget
+        self._smallest_bytes = knobs.RDMA_FROM_BYTES.get()
+        self._numbers = shared_count(1)
+        self._lock = threading.RLock()  # A garbage collection may run a finalizer of the user.
+        self._lent = Exporters[Slab]()
+        self._idle = IdleSlabs[Slab]()
+        self._counted_bytes = 0
+        self._is_closed = False
+
+    def size_for(self, size_bytes: int) -> int:
+        """Returns the size of the slab for a buffer."""
+        return 1 << (max(size_bytes, self._smallest_bytes, 1) - 1).bit_length()
+
+    def put(self, buffer: Tensor, copier: Copier) -> Staged | None:
+        """Copies a buffer to a slab that the peer can read; returns None if no memory is left.
+
+        Raises:
+            TransportFailed: No slab can be registered.
+        """
+        slab_bytes = self.size_for(buffer.nbytes)
+        slab = self._take(slab_bytes)
+        if slab is None and self._count(slab_bytes):
+            try:
+                slab = self._make(slab_bytes)
+                slab.description = self._endpoint.describe(slab.registration)
+            except BaseException:
+                self._discount(slab_bytes)
+                raise
+            slab.is_counted = True
+        elif slab is None:
+            with self._lock:
+                larger = [size for size in self._idle.sizes() if size > slab_bytes]
+            slab = next(filter(None, map(self._take, larger)), None)
+        if slab is None:
+            return None
+        staged = Staged(slab, self.lend(slab, buffer.nbytes))
+        target = slab.registration.tensor
+        copier.copy(buffer.data_ptr(), target.data_ptr(), buffer.nbytes, (buffer, target))
+        return staged
+
+    def take(self, size_bytes: int) -> Slab:
+        """Returns a slab to read a buffer into.
+
+        Raises:
+            TransportFailed: No slab can be registered.
+            MemoryError: The system has no memory left.
+        """
+        slab_bytes = self.size_for(size_bytes)
+        slab = self._take(slab_bytes)
+        if slab is None:
+            slab = self._make(slab_bytes)
+            slab.is_counted = self._count(slab_bytes)
+        return slab
+
+    def lend(self, slab: Slab, size_bytes: int) -> memoryview:
+        """Returns the start of a slab, which comes back when the last view of it has ended."""
+        exporter = slab.memory[:size_bytes]
+        self._lent.add(exporter, slab)
+        return exporter.data
+
+    def give_back(self, slab: Slab) -> None:
+        """Takes back a slab that no transfer uses; ends its registration beyond the budget."""
+        if slab.is_used_up:
+            return
+        slab.is_counted = slab.is_counted or self._count(slab.size_bytes)
+        if not slab.is_counted:
+            self._endpoint.unregister(slab.registration)
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._idle.add(slab)
+
+    def trim(self, idle_s: float) -> None:
+        """Ends the registrations of slabs that were idle for ``idle_s`` seconds."""
+        self._settle()
+        with self._lock:
+            ended = self._idle.take_older(idle_s)
+        for slab in ended:
+            self._discount(slab.size_bytes)
+            self._endpoint.unregister(slab.registration)
+
+    def close(self) -> None:
+        """Forgets all slabs, which are not registered any more, or will not be."""
+        with self._lock:
+            self._is_closed = True
+            counted_bytes, self._counted_bytes = self._counted_bytes, 0
+            self._idle = IdleSlabs()
+        self._budget.free(counted_bytes)
+
+    def _settle(self) -> None:
+        for slab in self._lent.take_ended():
+            self.give_back(slab)
+
+    def _take(self, slab_bytes: int) -> Slab | None:
+        """Takes an idle slab of that size, if there is one."""
+        self._settle()
+        with self._lock:
+            return self._idle.take(slab_bytes)
+
+    def _make(self, size_bytes: int) -> Slab:
+        memory = self._lease(size_bytes)
+        return Slab(next(self._numbers), memory, self._endpoint.register(memory))
+
+    def _count(self, size_bytes: int) -> bool:
+        """Reserves memory for a slab; returns False beyond the budget, and after ``close``."""
+        with self._lock:
+            if self._is_closed or not self._budget.reserve(size_bytes):
+                return False
+            self._counted_bytes += size_bytes
+            return True
+
+    def _discount(self, size_bytes: int) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._counted_bytes -= size_bytes
+        self._budget.free(size_bytes)
+
+
+# The channel
+
+
+class _Sending:
+    """The way to one peer.
+
+    Attributes:
+        begun_s: When its trial began.
+        slabs: Its slabs; None until its endpoint is open.
+        trial: The digest of what the peer is to read; empty until it is told to.
+        staged: The slab of the trial.
+        is_proven: Whether the trial has passed.
+        failure: Why it is not used any more.
+    """
+
+    def __init__(self) -> None:
+        self.begun_s = time.monotonic()
+        self.endpoint: Endpoint | None = None
+        self.slabs: Slabs | None = None
+        self.trial = b""
+        self.staged: Staged | None = None
+        self.is_proven = False
+        self.failure = ""
+
+
+class _Receiving:
+    """The way from one peer.
+
+    Attributes:
+        failure: Why it is not used any more.
+    """
+
+    def __init__(self, endpoint: Endpoint, slabs: Slabs) -> None:
+        self.endpoint = endpoint
+        self.slabs = slabs
+        self.failure = ""
+        self._known: dict[int, tuple[int, bytes]] = {}
+        self._remotes: dict[int, Any] = {}
+
+    def learn(self, content: bytes) -> int:
+        """Returns the number of the slab in a handle; keeps its size and description."""
+        if len(content) < SLAB.size:
+            raise ProtocolError(f"a handle of a slab has {len(content)} bytes")
+        number, size_bytes = SLAB.unpack_from(content)
+        if len(content) > SLAB.size:
+            self._known.setdefault(number, (size_bytes, content[SLAB.size :]))
+        return int(number)
+
+    def read(self, entry: Entry, into: Slab, limit_s: float) -> Transfer:
+        """Begins to read a slab of the peer."""
+        number = self.learn(entry.content)
+        known = self._known.get(number)
+        if known is None or known[0] < entry.size_bytes:
+            raise ProtocolError(
+                f"{entry.size_bytes} bytes are announced in slab {number}, which "
+                + ("is not described" if known is None else f"has {known[0]}")
+            )
+        remote = self._remotes.get(number)
+        if remote is None:
+            remote = self.endpoint.remote(into.registration, known[1])
+            self._remotes[number] = remote
+        return self.endpoint.read(into.registration, entry.size_bytes, remote, limit_s)
+
+
+class Rdma(Channel):
+    """Tensors that the receiver reads by RDMA out of copies in registered memory."""
+
+    name, number = "rdma", 6
+    is_tried = True
+
+    def __init__(self, home: Home) -> None:
+        super().__init__(home)
+        self.from_bytes = knobs.RDMA_FROM_BYTES.get()
+        self._own_obstacle = own_obstacle()
+        self._budget = Budget(knobs.RDMA_LIMIT_BYTES.get())
+        self._way_limit = knobs.RDMA_WAYS.get()
+        self._least_rate = 0.0 if is_forced() else knobs.RDMA_LEAST_RATE.get()
+        self._trial_s = knobs.RDMA_TRIAL_S.get()
+        self._stall_s = knobs.RDMA_STALL_S.get()
+        self._lock = threading.RLock()
+        self._sending: dict[int, _Sending] = {}
+        self._receiving: dict[int, _Receiving] = {}
+        self._ending: list[_Sending | _Receiving] = []
+        self._is_closed = False
+        home.on(Kind.REMOTE_MEMORY, self._on_step)
+
+    def describe(self) -> dict[str, object]:
+        return {"obstacle": self._own_obstacle}
+
+    def accept(self, peer: Peer, meeting: Meeting) -> str:
+        """Returns why this process cannot read the peer's memory, as far as is known yet."""
+        theirs = meeting.text("obstacle")
+        if self._own_obstacle:
+            return self._own_obstacle
+        if theirs:
+            return f"of the peer: {theirs}"
+        return "the peer is on this host" if meeting.is_one_host and not is_forced() else ""
+
+    # Sending
+
+    def put(self, peer: Peer, token: int, buffers: Sequence[Tensor]) -> Sequence[Handle | None]:
+        """Copies large buffers to slabs that a peer can read.
+
+        The first call with one for a peer begins the trial, and does not wait for it.
+        """
+        if max([buffer.nbytes for buffer in buffers]) < self.from_bytes:
+            return ()
+        sending = self._sending.get(peer.id)
+        if sending is None:
+            self._begin(peer)
+            return ()
+        if not sending.is_proven or sending.slabs is None:
+            return ()
+        handles: list[Handle | None] = [None] * len(buffers)
+        try:
+            for position, buffer in enumerate(buffers):
+                if buffer.nbytes >= self.from_bytes:
+                    handles[position] = sending.slabs.put(buffer, self._home.copier)
+        except MemoryError:
+            pass
+        except TransportFailed as error:
+            self._fail_sending(peer, sending, str(error))
+        return handles
+
+    def _begin(self, peer: Peer) -> None:
+        with self._lock:
+            is_late = self._is_closed or peer.is_over or peer.id in self._sending
+            if is_late or self._has_no_way_left:
+                return
+            sending = self._sending[peer.id] = _Sending()
+        self._home.reactor.submit(self._offer, peer, sending)
+
+    @property
+    def _has_no_way_left(self) -> bool:
+        return len(self._sending) + len(self._receiving) >= self._way_limit
+
+    def _offer(self, peer: Peer, sending: _Sending) -> None:
+        """Opens this side's end; a task, since a backend may take a second to start."""
+        with self._home.reactor.idling():
+            try:
+                endpoint = open_endpoint()
+                slabs = Slabs(endpoint, self._home.pool.lease, self._budget)
+                with self._lock:
+                    is_late = self._is_closed or self._sending.get(peer.id) is not sending
+                    if not is_late:
+                        sending.endpoint, sending.slabs = endpoint, slabs
+                if is_late:
+                    endpoint.close(_CLOSE_LIMIT_S)
+                    return
+                self._tell(peer, OFFER, endpoint.bind())
+            except TransportFailed as error:
+                self._fail_sending(peer, sending, str(error))
+
+    def _fail_sending(self, peer: Peer, sending: _Sending, reason: str) -> None:
+        with self._lock:
+            if sending.failure or self._sending.get(peer.id) is not sending:
+                return
+            sending.failure = reason
+            sending.is_proven = False
+        self._home.give_up(peer, self, reason)
+        self._tell(peer, ENDED, b"")
+
+    # The trial
+
+    def _tell(self, peer: Peer, step: bytes, content: bytes) -> None:
+        self._home.post(peer, Kind.REMOTE_MEMORY, step + content)
+
+    def _on_step(self, peer: Peer, control: Buffer) -> None:
+        # As an urgent task: it may block, and all threads for tasks may be busy for long.
+        self._home.reactor.submit(self._take_step, peer, bytes(control))
+
+    def _take_step(self, peer: Peer, control: bytes) -> None:
+        step, content = control[:1], control[1:]
+        with self._home.reactor.idling():
+            if step in (OFFER, TRIAL, ENDED):
+                self._on_step_of_sender(peer, step, content)
+            else:
+                self._on_step_of_receiver(peer, step, content)
+
+    def _on_step_of_sender(self, peer: Peer, step: bytes, content: bytes) -> None:
+        """Does the part of the receiver; a failure is told to the sender, which gives up."""
+        try:
+            if step == OFFER:
+                self._tell(peer, ANSWER, self._answer(peer, content))
+            elif step == TRIAL:
+                self._tell(peer, TRIED, self._try(peer, content))
+            else:
+                self._stop_receiving(peer, "its sender has given it up")
+        except (WeftError, MemoryError, struct.error) as error:
+            self._stop_receiving(peer, str(error))
+            self._tell(peer, REFUSED, str(error).encode())
+
+    def _answer(self, peer: Peer, url: bytes) -> bytes:
+        """Opens this side's end and connects it; returns what the sender connects to."""
+        endpoint = open_endpoint()
+        slabs = Slabs(endpoint, self._home.pool.lease, self._budget)
+        with self._lock:
+            is_late = self._is_closed or peer.is_over or peer.id in self._receiving
+            is_taken = not is_late and not self._has_no_way_left
+            if is_taken:
+                self._receiving[peer.id] = _Receiving(endpoint, slabs)
+        if not is_taken:
+            endpoint.close(_CLOSE_LIMIT_S)
+            raise TransportFailed(
+                f"it has RDMA with {self._way_limit} workers, and may have no more"
+                if not is_late
+                else "it has RDMA with this worker already, or shuts down"
+            )
+        own = endpoint.bind()
+        endpoint.connect(url)
+        return own
+
+    def _try(self, peer: Peer, content: bytes) -> bytes:
+        """Reads the slab of a trial, and measures that; returns the digest of its bytes.
+
+        The best of some reads counts: the first one connects, and others may be interrupted.
+        """
+        receiving = self._receiving.get(peer.id)
+        if receiving is None:
+            raise ProtocolError("a trial needs an offer before")
+        entry = Entry(self.number, SLAB.unpack_from(content)[1], content)
+        limit_s = min(self._trial_s, self._stall_s)
+        durations_s: list[float] = []
+        buffers: list[memoryview] = []
+        for _ in range(_TRIAL_READS):
+            buffers.clear()  # The slab is used again.
+            began_s = time.perf_counter()
+            buffers = self._read(peer, receiving, [entry], limit_s)
+            durations_s.append(time.perf_counter() - began_s)
+        rate = entry.size_bytes / min(durations_s)
+        if rate < self._least_rate:
+            raise TransportFailed(
+                f"a trial ran at {rate / 1e9:.2f} GB/s, which sockets reach as well"
+            )
+        return hashlib.blake2b(buffers[0], digest_size=_DIGEST_BYTES).digest()
+
+    def _on_step_of_receiver(self, peer: Peer, step: bytes, content: bytes) -> None:
+        sending = self._sending.get(peer.id)
+        if sending is None or sending.endpoint is None or sending.slabs is None:
+            return
+        try:
+            if step == ANSWER and not sending.trial:
+                sending.endpoint.connect(content)
+                self._tell(peer, TRIAL, self._trial(sending, sending.slabs))
+            elif step == TRIED and sending.trial:
+                self._judge(peer, sending, content)
+            elif step == REFUSED:
+                reason = content.decode(errors="replace")
+                raise TransportFailed(f"worker {peer.name!r} cannot: {reason}")
+        except (TransportFailed, MemoryError) as error:
+            self._fail_sending(peer, sending, str(error))
+
+    def _trial(self, sending: _Sending, slabs: Slabs) -> bytes:
+        """Fills a slab with random bytes; returns the handle with which the receiver reads it."""
+        content = bytearray(os.urandom(slabs.size_for(1)))
+        staged = slabs.put(torch.frombuffer(content, dtype=torch.uint8), self._home.copier)
+        if staged is None:
+            raise TransportFailed("the limit of registered memory leaves no room for a trial")
+        sending.staged = staged
+        sending.trial = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+        return staged.content
+
+    def _judge(self, peer: Peer, sending: _Sending, digest: bytes) -> None:
+        if digest != sending.trial:
+            raise TransportFailed(f"worker {peer.name!r} read other bytes than there were")
+        if sending.staged is not None:
+            sending.staged.acknowledge()
+            sending.staged = None  # The slab comes back.
+        with self._lock:
+            if sending.failure:
+                return
+            sending.is_proven = True
+        self._home.prove(peer, self)
+
+    # Receiving
+
+    def get(self, peer: Peer, token: int, entries: Sequence[Entry]) -> Sequence[memoryview]:
+        receiving = self._of(peer)
+        for entry in entries:
+            receiving.learn(entry.content)
+        try:
+            return self._read(peer, receiving, entries, self._stall_s)
+        except CannotGet as error:
+            self._stop_receiving(peer, str(error))
+            raise TransportFailed(str(error)) from error
+
+    def drop(self, peer: Peer, token: int, entries: Sequence[Entry]) -> None:
+        """Keeps the descriptions of a message nevertheless: the sender takes them as known."""
+        receiving = self._receiving.get(peer.id)
+        if receiving is not None:
+            for entry in entries:
+                receiving.learn(entry.content)
+
+    def _of(self, peer: Peer) -> _Receiving:
+        receiving = self._receiving.get(peer.id)
+        if receiving is None:
+            if peer.is_over:
+                raise peer.lost_error()
+            raise ProtocolError(f"worker {peer.name!r} sends by RDMA without a trial")
+        return receiving
+
+    def _read(
+        self, peer: Peer, receiving: _Receiving, entries: Sequence[Entry], limit_s: float
+    ) -> list[memoryview]:
+        if receiving.failure:
+            raise TransportFailed(receiving.failure)
+        slabs = receiving.slabs
+        transfers: list[tuple[Slab, Transfer]] = []
+        try:
+            for entry in entries:
+                slab = slabs.take(entry.size_bytes)
+                # If this raises, the slab is not used again: a transfer may have begun.
+                transfers.append((slab, receiving.read(entry, slab, limit_s)))
+            self._home.wait_for(peer, [transfer for _, transfer in transfers], limit_s)
+            for _, transfer in transfers:
+                transfer.check()
+        except BaseException:
+            _give_back_ended(slabs, transfers)
+            raise
+        return [
+            slabs.lend(slab, entry.size_bytes)
+            for (slab, _), entry in zip(transfers, entries, strict=True)
+        ]
+
+    def _stop_receiving(self, peer: Peer, reason: str) -> None:
+        receiving = self._receiving.get(peer.id)
+        if receiving is not None:
+            receiving.failure = receiving.failure or reason
+
+    # Housekeeping
+
+    def tick(self, now_s: float) -> None:
+        """Ends registrations of idle memory, and trials that take too long."""
+        latest_s = time.monotonic() - self._trial_s
+        peers = self._home.peers
+        for worker, sending in list(self._sending.items()):
+            if not sending.is_proven and not sending.failure and sending.begun_s < latest_s:
+                reason = f"a trial had no result within {self._trial_s:.0f} s"
+                self._fail_sending(peers[worker], sending, reason)
+        for worker, receiving in list(self._receiving.items()):
+            try:
+                receiving.slabs.trim(self._home.idle_s)
+            except TransportFailed as error:
+                self._stop_receiving(peers[worker], str(error))
+
+    def lost(self, peer: Peer) -> None:
+        """Ends the transports with a lost worker, as a task: that waits for their transfers."""
+        with self._lock:
+            found = self._sending.pop(peer.id, None), self._receiving.pop(peer.id, None)
+            ways = [way for way in found if way is not None]
+            self._ending += ways
+        if ways:
+            self._home.reactor.submit(self._end, ways)
+
+    def close(self, limit_s: float) -> None:
+        """Ends all transports: this worker shuts down."""
+        with self._lock:
+            self._is_closed = True
+            ways = [*self._sending.values(), *self._receiving.values(), *self._ending]
+            self._sending.clear()
+            self._receiving.clear()
+        _close(ways, time.monotonic() + _CLOSE_LIMIT_S)
+
+    def _end(self, ways: Sequence[_Sending | _Receiving], _: object) -> None:
+        with self._home.reactor.idling():
+            _close(ways, time.monotonic() + _CLOSE_LIMIT_S)
+        with self._lock:
+            self._ending = [way for way in self._ending if way not in ways]
+
+
+def _close(ways: Sequence[_Sending | _Receiving], deadline_s: float) -> None:
+    for way in ways:
+        if way.endpoint is not None:
+            way.endpoint.close(max(deadline_s - time.monotonic(), 0.0))
+        if way.slabs is not None:
+            way.slabs.close()
+
+
+def _give_back_ended(slabs: Slabs, transfers: Sequence[tuple[Slab, Transfer]]) -> None:
+    """Takes back the slabs of transfers that have ended; the others are never used again."""
+    for slab, transfer in transfers:
+        try:
+            if transfer.query():
+                slabs.give_back(slab)
+        except TransportFailed:
+            pass  # Unknown whether it has ended.

@@ -1,0 +1,561 @@
+"""Decides how each call of this worker ends, and which workers are told.
+
+The problem: a call may be answered, time out, be cancelled, and lose its worker or its caller, all
+at the same time on different threads; and its nested calls have to end with it. A lock around all
+of that would cost more than a small call.
+
+The idea: a call is one entry of a table. The thread that removes the entry, in one atomic step (a
+single C function), ends the call. So it ends once, without a lock.
+
+Guarantees, see ``docs/protocols/calls.md``: **Once**, a function runs at most once for a call;
+**Bounded**, a call ends by its answer, its timeout, or the loss of its worker; **In vain**, no
+function begins after its caller has stopped waiting, and nested calls end with their parent.
+
+The rules of this file, and of ``served_calls``, which is the callee's side: every call takes the
+*hot path*: the data, and the few methods marked so, which return no actions. All other methods are
+rare events and may return actions. Any thread may call any method at any time. Single operations
+rely on the atomicity of ``dict``. ``copy`` is atomic. Iterating over ``items`` is not: a garbage
+collection may start in between, run finalizers, and let other threads run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from torchweft import knobs
+from torchweft.engine.protocol.served_calls import ServedCall
+from torchweft.engine.protocol.sessions import Outgoing, Unsent
+from torchweft.engine.wire.frames import Frame
+from torchweft.errors import (
+    CallCancelled,
+    CallTimeout,
+    ConfigurationError,
+    ProtocolError,
+    QueueFull,
+    SerializationError,
+)
+from torchweft.free_threading import shared_count
+
+# The table of calls that wait for an answer
+
+
+class Waiting(Protocol):
+    """The attributes of an entry that the table needs."""
+
+    worker: int
+    deadline_s: float
+    number: int
+
+
+Entry = TypeVar("Entry", bound=Waiting)
+
+
+class CallTable(Generic[Entry]):
+    """Open calls by number. Numbers are never used twice."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self.pop: Callable[[int, None], Entry | None] = self._entries.pop
+        """Does as ``take``, in one atomic step (a single C function)."""
+        self.find: Callable[[int], Entry | None] = self._entries.get
+        """Returns an entry, and leaves it in the table."""
+        self._numbers = shared_count(1)
+        self.total = 0
+        """Roughly how many calls were made; changes with each call."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: Entry) -> int:
+        """Adds ``entry`` and returns its number."""
+        number = entry.number = next(self._numbers)
+        self._entries[number] = entry
+        self.total = number
+        return number
+
+    def take(self, number: int) -> Entry | None:
+        """Removes and returns an entry; None if it was taken before or never existed."""
+        return self._entries.pop(number, None)
+
+    def all(self) -> list[Entry]:
+        """Returns the open entries."""
+        return list(self._entries.copy().values())
+
+    def has(self, number: int) -> bool:
+        """Whether an entry waits under ``number``."""
+        return number in self._entries
+
+    def take_expired(self, now_s: float) -> tuple[list[Entry], float]:
+        """Removes the entries whose deadline has passed.
+
+        Returns:
+            The expired entries, and the earliest deadline among the others (or infinity).
+        """
+        expired: list[Entry] = []
+        earliest_s = math.inf
+        for number, entry in self._entries.copy().items():
+            if entry.deadline_s > now_s:
+                earliest_s = min(earliest_s, entry.deadline_s)
+            elif self.take(number) is not None:
+                expired.append(entry)
+        return expired, earliest_s
+
+    def take_where(self, is_meant: Callable[[Entry], bool]) -> list[Entry]:
+        """Removes and returns the entries that satisfy ``is_meant``; scans the whole table."""
+        numbers = [number for number, entry in self._entries.copy().items() if is_meant(entry)]
+        taken = [self.take(number) for number in numbers]
+        return [entry for entry in taken if entry is not None]
+
+
+Subject = tuple[Any, ...]
+"""A function that returns a name for the called function, followed by its own arguments."""
+Named = str | bytes | Subject | Callable[..., Any]
+"""The called function, or its name."""
+
+
+class OpenCall:
+    """One call: the callee, the time limit, and the outcome once there is one.
+
+    The shell's subclass knows the time and how to wait, and sets the attributes.
+
+    Attributes:
+        worker: The callee.
+        worker_name: The callee's name.
+        function: The called function, or its name.
+        timeout_s: The time limit.
+        started_s: When the call was made.
+        deadline_s: When its time is up.
+        parent: The served call that it is nested in, or None.
+        number: Its number at the callee, set by ``add`` or ``keep``.
+        frame: The answer.
+        error: The error that ended it.
+        on_done: Completes its future; None if it has no future, or if that was completed.
+    """
+
+    __slots__ = (
+        "deadline_s",
+        "error",
+        "frame",
+        "function",
+        "number",
+        "on_done",
+        "parent",
+        "started_s",
+        "timeout_s",
+        "worker",
+        "worker_name",
+    )
+
+    worker: int
+    worker_name: str
+    function: Named
+    timeout_s: float
+    started_s: float
+    deadline_s: float
+    parent: ServedCall | None
+    number: int
+    frame: Frame | None
+    error: BaseException | None
+    on_done: Callable[[Any], None] | None
+
+
+# The errors by which calls end, each with its true reason
+
+
+_ROUNDING_S = 1e-6
+"""Rounding tolerance for comparing deadlines."""
+
+
+def timed_out(call: OpenCall, now_s: float, was_sent: bool) -> CallTimeout:
+    """Returns the error of a call whose time is up.
+
+    Args:
+        call: The call.
+        now_s: The time.
+        was_sent: Whether there was a connection to send it over.
+    """
+    name, parent = function_name(call.function), call.parent
+    text = (
+        f"RPC ran for more than set timeout ({call.timeout_s * 1e3:.0f} ms) and will now be "
+        f"marked with an error: {name} on worker {call.worker_name!r}; "
+    )
+    if parent is not None and call.deadline_s >= parent.deadline_s - _ROUNDING_S:
+        text += _late_with(parent)
+    elif not was_sent:
+        text += (
+            "it was not sent: that worker has not answered the attempt to connect to it. It is "
+            "stopped or busy, or the network is slow"
+        )
+    else:
+        text += (
+            "the worker may still be running it. Pass a longer timeout= if the function needs "
+            "the time"
+        )
+    elapsed_s = now_s - call.started_s
+    return CallTimeout(text, worker=call.worker_name, call=name, elapsed_s=elapsed_s)
+
+
+def not_called_in_time(parent: ServedCall, worker_name: str, function: Named) -> CallTimeout:
+    """Returns the error of a nested call for which no time is left."""
+    name = function_name(function)
+    text = f"{name} on worker {worker_name!r} was not called: {_late_with(parent)}"
+    return CallTimeout(text, worker=worker_name, call=name)
+
+
+def _late_with(parent: ServedCall) -> str:
+    return (
+        f"the limit was that of worker {parent.peer.name!r}, for whose call it was made and which "
+        "waits no longer. Pass a longer timeout= there"
+    )
+
+
+def parent_cancelled(parent: ServedCall, worker_name: str, function: Named) -> CallCancelled:
+    """Returns the error of a nested call whose parent was cancelled."""
+    name, caller = function_name(function), parent.peer.name
+    return CallCancelled(
+        f"{name} on worker {worker_name!r} was called for worker {caller!r}, which has given up or "
+        "is lost; call it within torchweft.rpc.detached() if it is to run all the same",
+        worker=worker_name,
+        call=name,
+    )
+
+
+def interrupted(call: OpenCall) -> CallCancelled:
+    """Returns the error of a call whose caller was interrupted while it read the answer."""
+    name = function_name(call.function)
+    return CallCancelled(
+        f"the caller was interrupted while it read the answer of {name} on worker "
+        f"{call.worker_name!r}, which is lost",
+        worker=call.worker_name,
+        call=name,
+    )
+
+
+def ended_unsent(call: OpenCall) -> CallCancelled:
+    """Returns the error of a request that is not sent because its call has ended."""
+    name = function_name(call.function)
+    text = f"the call of {name} on worker {call.worker_name!r} ended before it was sent"
+    return CallCancelled(text, worker=call.worker_name, call=name)
+
+
+def too_many_waiting(worker_name: str, caller_name: str) -> QueueFull:
+    """Returns the error of a call that its callee refuses, as too many calls wait there."""
+    return QueueFull(
+        f"worker {worker_name!r} has too many calls of worker {caller_name!r} waiting and refuses "
+        "more; wait for some answers before the next call, or raise "
+        f"{knobs.QUEUE_LIMIT_CALLS.variable} or {knobs.QUEUE_LIMIT_BYTES.variable} there",
+        worker=worker_name,
+    )
+
+
+def not_sendable(worker_name: str, failure: BaseException) -> SerializationError:
+    """Returns the error of a call whose result its callee could not send."""
+    return SerializationError(
+        f"worker {worker_name!r} could not send the result of the call: {type(failure).__name__} "
+        "was raised meanwhile; its log says more"
+    )
+
+
+def no_future(function: str, result: object) -> ConfigurationError:
+    """Returns the error of a function that must return a future, and returned ``result``."""
+    return ConfigurationError(
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+        f"but {function}, marked by async_execution, returned a {type(result).__name__}"
+    )
+
+
+def function_name(function: Named) -> str:
+    """Returns a readable name of the called function, for messages."""
+    if isinstance(function, tuple):
+        describe, *arguments = function
+        return str(describe(*arguments))
+    if isinstance(function, bytes):
+        return function.decode("utf-8", "backslashreplace")
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    module = getattr(function, "__module__", None)
+    if name is None:
+        return repr(function)
+    return f"{module}.{name}" if module else str(name)
+
+
+# The calls that one worker makes, from request to answer or error
+
+
+Call = TypeVar("Call", bound=OpenCall)
+
+
+@dataclass(slots=True)
+class Complete(Generic[Call]):
+    """An action: ``call`` has ended with its ``error``; notify its waiters."""
+
+    call: Call
+
+
+class TellCancelled(NamedTuple):
+    """An action: tell ``worker`` that the calls with these numbers are no longer awaited."""
+
+    worker: int
+    numbers: tuple[int, ...]
+
+
+Action = Complete[Call] | TellCancelled
+"""Every action of the machine."""
+
+
+class CallClient(CallTable[Call]):
+    """The open calls that one worker has made. Thread-safe by atomic steps.
+
+    Hot path: ``add``, ``take``, ``pop``, ``answered``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By number, the calls that were not sent because they wait for a connection.
+        self._unsent: dict[int, bool] = {}
+
+    def answered(self, worker: int, frame: Frame) -> Call | None:
+        """Ends a call with its answer. Hot path.
+
+        Args:
+            worker: The worker that sent the answer.
+            frame: The answer.
+
+        Returns:
+            The call, which is to be completed; None if the answer is late.
+
+        Raises:
+            ProtocolError: The call was made to another worker.
+        """
+        call = self.find(frame.id)
+        if call is None:
+            return None
+        if call.worker != worker:
+            raise ProtocolError(f"it answers call {frame.id}, which was made to another worker")
+        call = self.pop(frame.id, None)
+        if call is not None:
+            call.frame = frame
+        return call
+
+    # The request
+
+    def keep(self, call: Call) -> int:
+        """Does as ``add``, for a call whose request waits for the first connection.
+
+        ``sending`` or ``not_sent`` follows.
+        """
+        number = call.number = next(self._numbers)
+        self._unsent[number] = False
+        self._entries[number] = call
+        self.total = number
+        return number
+
+    def sending(self, call: Call) -> None:
+        """Notes that there is a connection and that the request is sent next.
+
+        Raises:
+            CallCancelled: The call has ended meanwhile, and its callee was not told: do not send.
+        """
+        if self._unsent.pop(call.number, None) is None:
+            raise ended_unsent(call)
+
+    def not_sent(self, call: Call, error: BaseException) -> list[Action[Call]]:
+        """Ends a call that will not be sent with ``error``, unless it has ended."""
+        return self._end(self._taken(call), lambda _, __: error, is_told=False)
+
+    def withdraw(self, call: Call) -> bool:
+        """Removes a call whose request could not be made or sent; its maker raises the error.
+
+        Returns:
+            Whether the call was open.
+        """
+        self._unsent.pop(call.number, None)
+        return self.take(call.number) is not None
+
+    def opened(
+        self, call: Call, *, was_sent: bool, loss: Callable[[], BaseException] | None = None
+    ) -> list[Action[Call]]:
+        """Checks again, after the request was written, whether the call has ended or has to end.
+
+        Three races: the thread that declared the callee lost, or cancelled the parent, may have
+        searched for calls to end before this one was added. The thread that ended this call may
+        have told the callee before the request was sent, when the callee did not know the call.
+
+        Args:
+            call: The call.
+            was_sent: Whether the request was sent, and not kept.
+            loss: Returns the error of a lost callee; None if the callee is not lost.
+
+        Raises:
+            BaseException: That error, if the loss has not ended the call; it is withdrawn.
+        """
+        if loss is not None and self.withdraw(call):
+            raise loss()
+        parent = call.parent
+        if parent is not None and parent.was_cancelled and (taken := self._taken(call)):
+            return self._end(taken, _parent_cancelled)
+        if call.error is not None and was_sent:
+            return [TellCancelled(call.worker, (call.number,))]
+        return []
+
+    # Ends other than by an answer
+
+    def expire(self, now_s: float) -> tuple[list[Action[Call]], float]:
+        """Ends the calls whose time is up; also returns the earliest remaining deadline."""
+        expired, earliest_s = self.take_expired(now_s)
+        return self._time_out(expired, now_s), earliest_s
+
+    def cancelled(self, call: Call, error: BaseException) -> list[Action[Call]]:
+        """Ends a given-up call with ``error``; returns no actions if it has ended."""
+        return self._end(self._taken(call), lambda _, __: error)
+
+    def parents_cancelled(self, parents: Set[ServedCall]) -> list[Action[Call]]:
+        """Ends the calls nested in cancelled calls."""
+        return self._end(self.take_where(lambda call: call.parent in parents), _parent_cancelled)
+
+    def worker_lost(
+        self, worker: int, make_error: Callable[[], BaseException]
+    ) -> list[Action[Call]]:
+        """Ends the calls to a lost worker, each with an error of its own."""
+        return self._end(
+            self.take_where(lambda call: call.worker == worker),
+            lambda _, __: make_error(),
+            is_told=False,
+        )
+
+    def closed(self, error: BaseException) -> list[Call]:
+        """Ends all calls, because this worker has left; returns them to be completed."""
+        calls = self.take_where(lambda _: True)
+        self._end(calls, lambda _, __: error, is_told=False)
+        return calls
+
+    def _taken(self, call: Call) -> list[Call]:
+        return [call] if self.take(call.number) is not None else []
+
+    def _time_out(self, calls: list[Call], now_s: float) -> list[Action[Call]]:
+        return self._end(calls, lambda call, was_sent: timed_out(call, now_s, was_sent))
+
+    def _end(
+        self,
+        calls: list[Call],
+        make_error: Callable[[Call, bool], BaseException],
+        *,
+        is_told: bool = True,
+    ) -> list[Action[Call]]:
+        """Ends calls taken from the table; if ``is_told``, tells the callees of sent calls."""
+        actions: list[Action[Call]] = []
+        sent: defaultdict[int, list[int]] = defaultdict(list)
+        for call in calls:
+            was_sent = self._unsent.pop(call.number, True)
+            try:
+                call.error = make_error(call, was_sent)
+            except Exception as error:  # The name of a function may be code of the program.
+                call.error = error
+            actions.append(Complete(call))
+            if was_sent and is_told:
+                sent[call.worker].append(call.number)
+        actions += [TellCancelled(worker, tuple(numbers)) for worker, numbers in sent.items()]
+        return actions
+
+
+def _parent_cancelled(call: OpenCall, _: bool) -> BaseException:
+    assert call.parent is not None
+    return parent_cancelled(call.parent, call.worker_name, call.function)
+
+
+def nest(
+    parent: ServedCall, worker_name: str, function: Named, limit_s: float, now_s: float
+) -> tuple[ServedCall | None, float]:
+    """Returns the parent of a new call, and how long the call may take.
+
+    Args:
+        parent: The call that the running code serves. An answered call is no parent.
+        worker_name: The callee's name.
+        function: The called function, or its name.
+        limit_s: How long the call may take at most.
+        now_s: The time.
+
+    Raises:
+        CallCancelled: The caller of ``parent`` has given up.
+        CallTimeout: ``parent`` has no time left.
+    """
+    if parent.has_ended and not parent.was_cancelled:
+        return None, limit_s
+    # Set this first: the cancelling thread sets ``was_cancelled`` before it reads this.
+    parent.has_nested = True
+    left_s = parent.deadline_s - now_s
+    if left_s < 0:
+        raise not_called_in_time(parent, worker_name, function)
+    if parent.is_unwanted(now_s):
+        raise parent_cancelled(parent, worker_name, function)
+    return parent, min(limit_s, left_s)
+
+
+# Calls that are kept until there is a first connection to their callee
+
+
+class Request(Protocol):
+    """The request that opens a call."""
+
+    def message(self, number: int) -> Outgoing:
+        """Returns the frame, given the number of the call."""
+
+    def take_back(self) -> None:
+        """Takes back what the frame hands on (references, graph records): it is not sent."""
+
+
+class SimpleRequest:
+    """A request that hands nothing on.
+
+    Args:
+        message: Makes the frame, given the number of the call.
+    """
+
+    def __init__(self, message: Callable[[int], Outgoing]) -> None:
+        self.message = message
+
+    def take_back(self) -> None:
+        """Does nothing."""
+
+
+class KeptCall(Unsent, Generic[Call]):
+    """The request of a call, which is sent once there is a connection, unless the call has ended.
+
+    Args:
+        client: Has the call, by ``keep``.
+        call: The call.
+        request: Its request.
+        act: Carries out actions of ``client``.
+    """
+
+    def __init__(
+        self,
+        client: CallClient[Call],
+        call: Call,
+        request: Request,
+        act: Callable[[list[Action[Call]]], None],
+    ) -> None:
+        self._client = client
+        self._call = call
+        self._request = request
+        self._act = act
+
+    def make(self) -> Outgoing:
+        """Returns the request; raises CallCancelled if the call has ended."""
+        self._client.sending(self._call)
+        return self._request.message(self._call.number)
+
+    def is_wanted(self) -> bool:
+        """Whether the call is open."""
+        return self._client.has(self._call.number)
+
+    def drop(self, error: Exception | None) -> None:
+        """Takes the request back, and ends the call with ``error``; None if it has ended."""
+        self._request.take_back()
+        if error is not None:
+            self._act(self._client.not_sent(self._call, error))

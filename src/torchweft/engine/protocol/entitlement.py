@@ -1,0 +1,203 @@
+"""What a member may say about others: one rule for each kind of message.
+
+Members share a secret, not their aims. A worker keeps most of its state by peer, and then a message
+can concern nothing but what it keeps for the sender. The rules below check messages that concern
+others: there, the sender must be the leader of the pass, the owner of the value, or whoever else
+``docs/security/members.md`` names, which has a row for each kind. ``worker.receiving`` checks this
+before the handler runs. A sender that is not entitled to its message is turned away by name, and no
+other member notices.
+
+Backward passes concern workers that do not know each other, so that nobody can check who takes
+part. Their numbers are therefore secrets: half of the number of a context is random, a pass is
+found by its number and that of its context, and only those that take part are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torchweft.engine.protocol.backward import (
+    CONNECTION,
+    Abort,
+    Discover,
+    Failed,
+    Report,
+    Settled,
+)
+from torchweft.engine.protocol.backward import Message as PassMessage
+from torchweft.engine.protocol.leaving import Step
+from torchweft.engine.protocol.registration import LEADER
+from torchweft.engine.wire.frames import Buffer
+from torchweft.engine.wire.messages import Kind, decode_ints, decode_step
+from torchweft.engine.wire.references import (
+    Drop,
+    DropAck,
+    Gone,
+    Handed,
+    HandedAck,
+    Hold,
+    HoldAck,
+    Message,
+    NotCreated,
+    NotHanded,
+)
+from torchweft.errors import ProtocolError
+from torchweft.ids import WORKER_SHIFT
+
+Check = Callable[[int, int, Buffer], None]
+"""Takes the receiver, the sender and the control part; raises ProtocolError if the sender is not
+entitled to the message."""
+
+
+class Rule(NamedTuple):
+    """What is checked of a kind of message.
+
+    Attributes:
+        check: Checks what the message itself shows; None where there is nothing to check.
+        has_records: Whether the receiver also looks at its records; the handler's module gives the
+            check to ``Receiver.on``.
+    """
+
+    check: Check | None = None
+    has_records: bool = False
+
+
+def _check_step(me: int, sender: int, control: Buffer) -> None:
+    step, _, _ = decode_step(control)
+    if step in LED_STEPS and sender != LEADER:
+        raise ProtocolError(f"worker {sender} sends shutdown step {step}, which rank 0 alone sends")
+    if step in STEPS_TO_LEADER and me != LEADER:
+        raise ProtocolError(f"shutdown step {step} is for rank {LEADER} only")
+
+
+def _check_own_messages(me: int, sender: int, control: Buffer) -> None:
+    for message_id in decode_ints(control):
+        if message_id >> WORKER_SHIFT != me:
+            raise ProtocolError(
+                f"worker {sender} releases message {message_id}, which is not of worker {me}"
+            )
+
+
+LED_STEPS = frozenset({Step.PROBE, Step.SETTLE, Step.CLOSE})
+"""Steps of a shutdown that rank 0 alone sends."""
+STEPS_TO_LEADER = frozenset({Step.READY, Step.REPORT, Step.SETTLED})
+"""Steps of a shutdown that rank 0 alone takes."""
+
+RULES: dict[Kind, Rule] = {
+    **dict.fromkeys(Kind, Rule()),
+    Kind.SHUTDOWN: Rule(_check_step),
+    Kind.RELEASE_MESSAGES: Rule(_check_own_messages),
+    Kind.BACKWARD: Rule(has_records=True),
+    Kind.GRADIENTS: Rule(has_records=True),
+}
+"""By kind, what is checked. All others can concern only what the receiver keeps for the sender."""
+
+
+# Messages about references
+
+
+def _of_user(me: int, sender: int, message: Hold | Drop) -> bool:
+    return message.reference.owner == me
+
+
+def _of_creator(me: int, sender: int, message: NotCreated) -> bool:
+    return message.reference.owner == me and message.reference.creator == sender
+
+
+def _of_owner(me: int, sender: int, message: HoldAck | Gone | DropAck) -> bool:
+    return message.reference.owner == sender
+
+
+def _between_the_two(me: int, sender: int, message: Handed | HandedAck | NotHanded) -> bool:
+    return True
+
+
+REFERENCE_RULES: dict[type[Message], Callable[[int, int, Any], bool]] = {
+    **dict.fromkeys((Hold, Drop), _of_user),
+    NotCreated: _of_creator,
+    **dict.fromkeys((HoldAck, Gone, DropAck), _of_owner),
+    **dict.fromkeys((Handed, HandedAck, NotHanded), _between_the_two),
+}
+"""By type of message, whether the receiver, the sender and the message fit together."""
+
+
+def check_reference_message(me: int, sender: int, message: Message) -> None:
+    """Checks that ``sender`` may say to ``me`` what a message about references says.
+
+    Raises:
+        ProtocolError: It may not.
+    """
+    if not REFERENCE_RULES[type(message)](me, sender, message):
+        raise ProtocolError(f"worker {sender} has no say in {message} at {me}")
+
+
+# Messages of backward passes
+
+
+def _from_leader(me: int, sender: int, leader: int, message: Discover | Settled) -> bool:
+    is_own = sender == leader != me
+    if isinstance(message, Discover):
+        return is_own and all(each >> WORKER_SHIFT == me for each in message.message_ids)
+    return is_own
+
+
+def _to_leader(me: int, sender: int, leader: int, message: Failed) -> bool:
+    return me == leader and (message.worker == sender or message.operation == CONNECTION)
+
+
+def _to_others(me: int, sender: int, leader: int, message: Abort) -> bool:
+    return me != leader
+
+
+def _between_partners(me: int, sender: int, leader: int, message: Report) -> bool:
+    return True
+
+
+PASS_RULES: dict[type, Callable[[int, int, int, Any], bool]] = {
+    Discover: _from_leader,
+    Settled: _from_leader,
+    Failed: _to_leader,
+    Report: _between_partners,
+    Abort: _to_others,
+}
+"""By type of message, whether the receiver, the sender, the leader and the message fit together. A
+part of a pass that this worker does not know has no effect, unless it is of the leader, or
+gradients of a message that this worker sent."""
+
+
+def check_pass_message(me: int, sender: int, pass_id: int, message: PassMessage) -> None:
+    """Checks that ``sender`` may say to ``me`` what a message of a backward pass says.
+
+    Raises:
+        ProtocolError: It may not.
+    """
+    leader = pass_id >> WORKER_SHIFT
+    if not PASS_RULES[type(message)](me, sender, leader, message):
+        raise ProtocolError(
+            f"worker {sender} may not send {type(message).__name__} to worker {me} in pass "
+            f"{pass_id}, which worker {leader} leads"
+        )
+
+
+def check_gradients(
+    me: int, sender: int, message_id: int, recorded_id: int, to_worker: int | None
+) -> None:
+    """Checks that ``sender`` may send gradients of a message.
+
+    Args:
+        me: This worker, which must have sent the message.
+        sender: The sender of the gradients.
+        message_id: The message.
+        recorded_id: The number under which the sender has recorded the gradients, or 0.
+        to_worker: The receiver of the message; None if there is no record of it any more.
+
+    Raises:
+        ProtocolError: It may not.
+    """
+    is_own = message_id and message_id >> WORKER_SHIFT == me and to_worker in (None, sender)
+    if not is_own or (recorded_id and recorded_id >> WORKER_SHIFT != sender):
+        raise ProtocolError(
+            f"worker {sender} sends gradients of message {message_id}, which worker {me} did not "
+            "send to it"
+        )

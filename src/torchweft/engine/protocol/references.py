@@ -1,0 +1,860 @@
+"""Keeps a remotely referenced value alive for exactly as long as a reference to it exists.
+
+The problem: many workers hold references to a value on its *owner*, pass them on in messages, and
+drop them, while the network delays, repeats, reorders and loses their messages. If each *user* sent
+the owner increments and decrements, a decrement that overtakes the increment of a third worker
+would free a value that is in use; a repeated decrement would free it twice.
+
+The idea: no counts travel, only states. Each user has one entry per reference, whatever the
+number of its handles, and tells the owner "I hold it" or "I hold it no longer", numbered by a
+version, until the owner has answered; the owner believes the highest version it has seen. A worker
+that hands a reference on keeps its own entry until the owner knows the receiver's.
+
+Guarantees, which the tests name as well: **G1** the owner learns of every user's end; **G2** a
+reference handed on keeps the value alive until the receiver is registered; **G3** when a worker is
+lost, the owner drops its holds, and users of values that it owned are told; **G4** a graceful
+shutdown leaves no references, and reports any that are left.
+
+The rules of this file: ``References`` is the shell's interface, made of the half of the owner, the
+half of the user, and the handovers. Every request is repeated until it is answered, as the network
+loses and repeats messages. Received numbers take little memory (``protocol.numbers``).
+``docs/protocols/references.md`` has the scenarios.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torchweft.engine.protocol.entitlement import check_reference_message
+from torchweft.engine.protocol.numbers import SeenNumbers, WorkerIds
+from torchweft.engine.wire.references import (
+    NO_TOKEN,
+    Drop,
+    DropAck,
+    Gone,
+    Handed,
+    HandedAck,
+    Hold,
+    HoldAck,
+    Message,
+    NotCreated,
+    NotHanded,
+)
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+
+# Delivery: actions, requests that are repeated, and references in transit
+
+
+@dataclass(slots=True)
+class Send:
+    """Send ``message`` to worker ``to`` soon; messages may be batched."""
+
+    to: int
+    message: Message
+
+
+@dataclass(slots=True)
+class ReleaseValue:
+    """Forget a value that this worker owns: no reference to it is left."""
+
+    reference: ReferenceId
+
+
+@dataclass(slots=True)
+class Confirmed:
+    """The owner knows of the value, and counts this worker as a user."""
+
+    reference: ReferenceId
+
+
+@dataclass(slots=True)
+class ValueGone:
+    """The reference has no value and never will have; handles are useless."""
+
+    reference: ReferenceId
+
+
+@dataclass(slots=True)
+class OwnerLost:
+    """The owner is lost, and the value with it; handles are useless."""
+
+    reference: ReferenceId
+
+
+Action = Send | ReleaseValue | Confirmed | ValueGone | OwnerLost
+"""Every action of the machine."""
+
+
+class Census(NamedTuple):
+    """Counts the references that concern one worker, by their state.
+
+    Attributes:
+        shared: Values of this worker that others use or are being handed.
+        users: The number of other workers that use them, summed over the values.
+        unconfirmed: Values of others that are used here but whose owners do not know of it yet.
+        handovers: References in messages of this worker that are not acknowledged yet.
+        unanswered: Requests about references that are not answered yet.
+    """
+
+    shared: int
+    users: int
+    unconfirmed: int
+    handovers: int
+    unanswered: int
+
+
+class Leak(NamedTuple):
+    """Lists what keeps one reference alive.
+
+    Attributes:
+        reference: The reference.
+        handles: Handles to it on this worker.
+        handovers: Messages of this worker that carry it and are not acknowledged yet.
+        users: Other workers that hold it, if this worker is its owner.
+    """
+
+    reference: ReferenceId
+    handles: int
+    handovers: int
+    users: tuple[int, ...]
+
+
+class Outbox:
+    """The actions to be taken next, and the requests that are not answered yet.
+
+    Unanswered requests are kept in two generations. At the end of each interval the old requests
+    are sent again and the young ones become old. So a request is repeated one to two intervals
+    after it was made, carries no time, and costs one entry in a ``dict``.
+
+    Args:
+        resend_s: The interval, in seconds.
+    """
+
+    def __init__(self, resend_s: float) -> None:
+        self.lost = WorkerIds()
+        self._actions: list[Action] = []
+        self._resend_s = resend_s
+        self._resend_at_s: float | None = None
+        self._young: dict[Hashable, Send] = {}
+        self._old: dict[Hashable, Send] = {}
+
+    def take(self) -> list[Action]:
+        """Returns the actions collected since the last call, oldest first."""
+        actions = self._actions
+        self._actions = []
+        return actions
+
+    def tell(self, action: Action) -> None:
+        self._actions.append(action)
+
+    def send(self, to: int, message: Message) -> None:
+        """Sends ``message`` once."""
+        if to not in self.lost:
+            self._actions.append(Send(to, message))
+
+    def request(self, key: Hashable, to: int, message: Message) -> None:
+        """Sends ``message`` until ``key`` is answered; replaces the earlier request of ``key``."""
+        self.expect(key, to, message)
+        self.send(to, message)
+
+    def expect(self, key: Hashable, to: int, message: Message) -> None:
+        """Does as ``request``, but does not send at once: another message asks the same."""
+        if to not in self.lost:
+            self._old.pop(key, None)
+            self._young[key] = Send(to, message)
+
+    def answered(self, key: Hashable) -> None:
+        """Ends a request; does nothing if it has ended before."""
+        if self._young.pop(key, None) is None:
+            self._old.pop(key, None)
+
+    def tick(self, now_s: float) -> bool:
+        """Repeats requests that have waited for an interval or more.
+
+        Returns:
+            Whether an interval has ended.
+        """
+        is_end = self._resend_at_s is not None
+        if self._resend_at_s is not None:
+            if now_s < self._resend_at_s:
+                return False
+            self._actions.extend(self._old.values())
+            self._old.update(self._young)
+            self._young.clear()
+        self._resend_at_s = now_s + self._resend_s
+        return is_end
+
+    def lose(self, peer: int) -> None:
+        """Ends all requests to ``peer``, and sends no more messages to it."""
+        self.lost.add(peer)
+        for requests in (self._young, self._old):
+            for key in [key for key, request in requests.items() if request.to == peer]:
+                del requests[key]
+
+    def __len__(self) -> int:
+        """Returns how many requests are unanswered."""
+        return len(self._young) + len(self._old)
+
+
+# The owner's half: the users of the values that live here
+
+
+class Stage(enum.Enum):
+    """The stage of an owned value."""
+
+    AWAITED = enum.auto()
+    """A hold or a reference arrived before the call that makes it."""
+    CREATED = enum.auto()
+    """It is made or being made."""
+    GONE = enum.auto()
+    """It was never made and will not be, or was released; only handles here are left."""
+
+
+@dataclass(slots=True)
+class Owned:
+    """The owner's entry for one value.
+
+    ``users`` has each user's version of its hold, ``dropped`` each former user's version of its
+    drop: a late hold of a smaller version must not count.
+    """
+
+    stage: Stage
+    handles: int = 0
+    handovers: int = 0
+    users: dict[int, int] = field(default_factory=dict)
+    dropped: dict[int, int] = field(default_factory=dict)
+
+
+class OwnedValues:
+    """The values that this worker owns and to which references exist."""
+
+    def __init__(self, worker: int, outbox: Outbox) -> None:
+        self._worker = worker
+        self._outbox = outbox
+        self._entries: dict[ReferenceId, Owned] = {}
+        self._next_number = 0
+        self._created: dict[int, SeenNumbers] = {}
+
+    def make(self) -> ReferenceId:
+        """Registers a value made by this worker itself, with one handle."""
+        # No call stands between the two: a signal handler in one would get the same number.
+        number = self._next_number
+        self._next_number = number + 1
+        reference = ReferenceId(self._worker, self._worker, number)
+        self._entries[reference] = Owned(Stage.CREATED, handles=1)
+        return reference
+
+    def created(self, reference: ReferenceId) -> bool:
+        """Registers a value that another worker's call makes; returns False if not new."""
+        creator = reference.creator
+        if creator == self._worker:
+            return True  # a worker's calls to itself come once, and `make` registered the value
+        if creator in self._outbox.lost or not self._numbers_of(creator).add(reference.number):
+            return False
+        entry = self._entries.get(reference)
+        if entry is None:
+            entry = self._entries[reference] = Owned(Stage.CREATED)
+        entry.stage = Stage.CREATED
+        entry.users.setdefault(creator, 0)
+        for user, version in entry.users.items():
+            self._outbox.send(user, HoldAck(reference, version))
+        return True
+
+    def is_awaited(self, reference: ReferenceId) -> bool:
+        """Whether the call that makes a value may still come."""
+        creator = reference.creator
+        return (
+            creator != self._worker
+            and creator not in self._outbox.lost
+            and reference.number not in self._numbers_of(creator)
+        )
+
+    def received(self, reference: ReferenceId) -> None:
+        """Counts a handle made from a reference that came back to its owner."""
+        entry = self._find_or_await(reference)
+        if entry is None:
+            entry = self._entries[reference] = Owned(Stage.GONE)
+        entry.handles += 1
+        self.remind(reference)
+
+    def remind(self, reference: ReferenceId) -> None:
+        """Tells a new handle, as earlier ones were told, that the value is gone."""
+        if self._entries[reference].stage is Stage.GONE:
+            self._outbox.tell(ValueGone(reference))
+
+    def hold(self, user: int, message: Hold) -> None:
+        reference, version = message.reference, message.version
+        entry = self._find_or_await(reference)
+        if entry is None or entry.stage is Stage.GONE:
+            self._outbox.send(user, Gone(reference, version))
+            return
+        if version > entry.dropped.get(user, -1):
+            entry.users[user] = max(version, entry.users.get(user, 0))
+        if entry.stage is Stage.CREATED:
+            self._outbox.send(user, HoldAck(reference, version))
+
+    def drop(self, user: int, message: Drop) -> None:
+        reference, version = message.reference, message.version
+        entry = self._entries.get(reference)
+        if entry is not None:
+            entry.dropped[user] = max(version, entry.dropped.get(user, 0))
+            if entry.users.get(user, version) < version:
+                del entry.users[user]
+            self._release_unused(reference, entry)
+        self._outbox.send(user, DropAck(reference, version))
+
+    def not_created(self, creator: int, message: NotCreated) -> None:
+        reference = message.reference
+        if self._numbers_of(creator).add(reference.number):
+            self._will_not_come(reference)
+        entry = self._entries.get(reference)
+        if entry is None or entry.stage is Stage.GONE:
+            self._outbox.send(creator, Gone(reference, 0))
+        else:  # the call came before this message
+            self._outbox.send(creator, HoldAck(reference, 0))
+
+    def change(self, reference: ReferenceId, handles: int = 0, handovers: int = 0) -> None:
+        """Changes the counts that keep a value alive here."""
+        entry = self._entries[reference]
+        entry.handles += handles
+        entry.handovers += handovers
+        self._release_unused(reference, entry)
+
+    def drop_all(self) -> None:
+        for reference, entry in list(self._entries.items()):
+            entry.handles = 0
+            self._release_unused(reference, entry)
+
+    def peer_lost(self, peer: int) -> None:
+        """Drops the holds of ``peer``, and gives up values that its calls were to make."""
+        self._created.pop(peer, None)
+        for reference, entry in list(self._entries.items()):
+            entry.users.pop(peer, None)
+            entry.dropped.pop(peer, None)
+            if entry.stage is Stage.AWAITED and reference.creator == peer:
+                self._will_not_come(reference)
+            else:
+                self._release_unused(reference, entry)
+
+    def leaks(self) -> list[Leak]:
+        return [
+            Leak(reference, entry.handles, entry.handovers, tuple(sorted(entry.users)))
+            for reference, entry in self._entries.items()
+        ]
+
+    def shared(self) -> tuple[int, int]:
+        """Returns how many values others use or are being handed, and the sum of their users."""
+        entries = [entry for entry in self._entries.values() if entry.users or entry.handovers]
+        return len(entries), sum(len(entry.users) for entry in entries)
+
+    def _numbers_of(self, creator: int) -> SeenNumbers:
+        numbers = self._created.get(creator)
+        if numbers is None:
+            numbers = self._created[creator] = SeenNumbers(first=0)
+        return numbers
+
+    def _find_or_await(self, reference: ReferenceId) -> Owned | None:
+        """Returns the entry, a new one if the creation may still come; None if it is gone."""
+        entry = self._entries.get(reference)
+        if entry is None and self.is_awaited(reference):
+            entry = self._entries[reference] = Owned(Stage.AWAITED)
+        return entry
+
+    def _will_not_come(self, reference: ReferenceId) -> None:
+        # Also without a handle here: a thread may be waiting for the value to be made.
+        self._outbox.tell(ValueGone(reference))
+        entry = self._entries.get(reference)
+        if entry is None:
+            return
+        entry.stage = Stage.GONE
+        for user, version in entry.users.items():
+            self._outbox.send(user, Gone(reference, version))
+        entry.users.clear()
+        self._release_unused(reference, entry)
+
+    def _release_unused(self, reference: ReferenceId, entry: Owned) -> None:
+        if entry.users or entry.handles or entry.handovers:
+            return
+        del self._entries[reference]
+        if entry.stage is Stage.CREATED:
+            self._outbox.tell(ReleaseValue(reference))
+
+
+# The user's half: this worker's references to values on other workers
+
+
+class State(enum.Enum):
+    """The state of a user's reference towards its owner."""
+
+    CREATING = enum.auto()
+    """The call that makes the value is on its way, and implies the first hold."""
+    HOLDING = enum.auto()
+    """A hold is on its way."""
+    HELD = enum.auto()
+    """The owner has confirmed the hold."""
+    DROPPING = enum.auto()
+    """A drop is on its way."""
+    GONE = enum.auto()
+    """The value is gone. The entry sends nothing and waits for its handles and handovers."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A user's entry for one reference.
+
+    ``version`` numbers the last hold or drop. ``owed`` has the handovers, as pairs of sender and
+    token, to acknowledge when the owner has answered.
+    """
+
+    state: State
+    version: int
+    handles: int
+    handovers: int = 0
+    owed: tuple[tuple[int, int], ...] = ()
+
+
+class HeldReferences:
+    """The references of this worker to values on other workers.
+
+    A reference has at most one request to its owner under way, also in the outbox: a drop waits
+    until the hold before it is answered, and a new hold replaces a drop.
+    """
+
+    def __init__(self, worker: int, outbox: Outbox) -> None:
+        self._worker = worker
+        self._outbox = outbox
+        self._entries: dict[ReferenceId, Held] = {}
+        self._next_number: defaultdict[int, int] = defaultdict(int)
+        self._version = 0
+
+    def create(self, owner: int) -> ReferenceId:
+        """Names a value that a call will make on ``owner``, with one handle."""
+        number = self._next_number[owner]  # As in `OwnedValues.make`.
+        self._next_number[owner] = number + 1
+        reference = ReferenceId(self._worker, owner, number)
+        entry = self._entries[reference] = Held(State.CREATING, version=0, handles=1)
+        if owner in self._outbox.lost:
+            self._end(reference, entry)
+        else:
+            self._outbox.expect(reference, owner, Hold(reference, 0, NO_TOKEN))
+        return reference
+
+    def not_created(self, reference: ReferenceId) -> None:
+        """Tells the owner not to wait for a creation, unless the call has arrived."""
+        entry = self._entries.get(reference)
+        if entry is not None and entry.state is State.CREATING:
+            self._outbox.request(reference, reference.owner, NotCreated(reference))
+
+    def none_created(self) -> None:
+        """Tells the owners not to wait for any creation that has not arrived."""
+        for reference in list(self._entries):
+            self.not_created(reference)
+
+    def received(self, reference: ReferenceId, sender: int, token: int) -> None:
+        """Counts a handle made from a reference that came in a message."""
+        entry = self._entries.get(reference)
+        if entry is None:
+            entry = self._entries[reference] = Held(State.DROPPING, version=0, handles=0)
+            if reference.owner in self._outbox.lost:
+                entry.state = State.GONE
+        entry.handles += 1
+        if entry.state is State.DROPPING:
+            self._hold(reference, entry, sender, token)
+        elif entry.state in (State.CREATING, State.HOLDING):
+            # The first sender's handover would suffice, but the first sender may be lost.
+            entry.owed += ((sender, token),)
+        else:
+            self.handed(sender, token)
+            self.remind(reference)
+
+    def remind(self, reference: ReferenceId) -> None:
+        """Tells a new handle, as earlier ones, that the value is confirmed or gone."""
+        state = self._entries[reference].state
+        if state is State.GONE:
+            self._tell_end(reference)
+        elif state is State.HELD:
+            self._outbox.tell(Confirmed(reference))
+
+    def handed(self, sender: int, token: int) -> None:
+        """Tells the sender of a handover that it may let the reference go."""
+        self._outbox.request((Handed, sender, token), sender, Handed(token))
+
+    def hold_ack(self, owner: int, message: HoldAck) -> None:
+        entry = self._find_waiting(message)
+        if entry is not None:
+            entry.state = State.HELD
+            self._outbox.tell(Confirmed(message.reference))
+            self._settle(message.reference, entry)
+
+    def gone(self, owner: int, message: Gone) -> None:
+        entry = self._find_waiting(message)
+        if entry is not None:
+            self._end(message.reference, entry)
+
+    def drop_ack(self, owner: int, message: DropAck) -> None:
+        reference = message.reference
+        entry = self._entries.get(reference)
+        if entry is None or entry.state is not State.DROPPING or entry.version != message.version:
+            return  # a repeated answer, or an answer to a drop that a later hold has replaced
+        self._outbox.answered(reference)
+        del self._entries[reference]
+
+    def change(self, reference: ReferenceId, handles: int = 0, handovers: int = 0) -> None:
+        """Changes the counts that make this worker need a reference."""
+        entry = self._entries[reference]
+        entry.handles += handles
+        entry.handovers += handovers
+        self._drop_unused(reference, entry)
+
+    def drop_all(self) -> None:
+        for reference, entry in list(self._entries.items()):
+            entry.handles = 0
+            self._drop_unused(reference, entry)
+
+    def peer_lost(self, peer: int) -> None:
+        """Gives up the values that ``peer`` owned."""
+        for reference, entry in list(self._entries.items()):
+            if reference.owner == peer and entry.state is not State.GONE:
+                self._end(reference, entry)
+
+    def leaks(self) -> list[Leak]:
+        return [
+            Leak(reference, entry.handles, entry.handovers, ())
+            for reference, entry in self._entries.items()
+        ]
+
+    def unconfirmed(self) -> int:
+        """Returns how many references their owners have not confirmed yet."""
+        waiting = (State.CREATING, State.HOLDING)
+        return sum(entry.state in waiting for entry in self._entries.values())
+
+    def _hold(self, reference: ReferenceId, entry: Held, sender: int, token: int) -> None:
+        self._version += 1
+        entry.version = self._version
+        entry.state = State.HOLDING
+        if sender != reference.owner:
+            entry.owed += ((sender, token),)
+            token = NO_TOKEN
+        self._outbox.request(reference, reference.owner, Hold(reference, entry.version, token))
+
+    def _find_waiting(self, message: HoldAck | Gone) -> Held | None:
+        """Returns the entry whose hold ``message`` answers, or None."""
+        entry = self._entries.get(message.reference)
+        if entry is None or entry.version != message.version:
+            return None
+        return entry if entry.state in (State.CREATING, State.HOLDING) else None
+
+    def _end(self, reference: ReferenceId, entry: Held) -> None:
+        entry.state = State.GONE
+        if entry.handles:
+            self._tell_end(reference)
+        self._settle(reference, entry)
+
+    def _tell_end(self, reference: ReferenceId) -> None:
+        is_lost = reference.owner in self._outbox.lost
+        self._outbox.tell(OwnerLost(reference) if is_lost else ValueGone(reference))
+
+    def _settle(self, reference: ReferenceId, entry: Held) -> None:
+        """Carries out what waited for the owner's answer."""
+        self._outbox.answered(reference)
+        for sender, token in entry.owed:
+            self.handed(sender, token)
+        entry.owed = ()
+        self._drop_unused(reference, entry)
+
+    def _drop_unused(self, reference: ReferenceId, entry: Held) -> None:
+        if entry.handles or entry.handovers:
+            return
+        if entry.state is State.HELD:
+            self._version += 1
+            entry.version = self._version
+            entry.state = State.DROPPING
+            self._outbox.request(reference, reference.owner, Drop(reference, entry.version))
+        elif entry.state is State.GONE:
+            del self._entries[reference]
+
+
+# All references of one worker
+
+
+_INTERVALS_TO_ARRIVE = 2
+"""Ends of intervals after ``drop_all`` until all messages have arrived that were sent before it."""
+
+
+class References:
+    """Keeps count of the remote references of one worker: those it holds and those it owns.
+
+    Every method is an event that the shell reports; the resulting actions are collected until
+    ``take_actions``. A handle is an object that the shell gives to its user. ``creating``,
+    ``owned``, ``received`` and ``handle_added`` count one handle each, and ``handle_dropped`` ends
+    one. Not thread-safe: the shell has one lock around all of it.
+
+    Args:
+        worker: The id of this worker. An id names one life of a worker: a worker that comes back
+            after it was lost has another id.
+        resend_s: Seconds after which a request that has no answer is sent again.
+    """
+
+    def __init__(self, worker: int, resend_s: float) -> None:
+        self._worker = worker
+        self._outbox = Outbox(resend_s)
+        self._handovers: dict[tuple[int, int], ReferenceId] = {}
+        """The references under way, by receiver and token. Tokens count from 1 for every pair of
+        sender and receiver, without gaps, so that the receiver remembers them in little memory."""
+        self._last_token: defaultdict[int, int] = defaultdict(int)
+        self._seen: dict[int, SeenNumbers] = {}
+        self._owned = OwnedValues(worker, self._outbox)
+        self._held = HeldReferences(worker, self._outbox)
+        self._is_closed = False
+        self._intervals_closed = 0
+        self._handlers: dict[type[Message], Callable[[int, Any], None]] = {
+            Hold: self._on_hold,
+            Drop: self._owned.drop,
+            NotCreated: self._owned.not_created,
+            HoldAck: self._held.hold_ack,
+            Gone: self._held.gone,
+            DropAck: self._held.drop_ack,
+            Handed: self._on_handed,
+            HandedAck: self._on_handed_ack,
+            NotHanded: self._on_not_handed,
+        }
+
+    def take_actions(self) -> list[Action]:
+        """Returns the actions collected since the last call, in order."""
+        return self._outbox.take()
+
+    # Values come into being.
+
+    def owned(self) -> ReferenceId:
+        """Names a value that this worker has made itself, and counts one handle."""
+        reference = self._owned.make()
+        if self._is_closed:
+            self._uncount(reference)
+        return reference
+
+    def creating(self, owner: int) -> ReferenceId:
+        """Names a value that a call to ``owner`` will make, and counts one handle.
+
+        The call carries the reference; ``owner`` reports it as ``created``. A call that turns out
+        not to reach the owner is reported as ``not_created``.
+        """
+        is_own = owner == self._worker
+        reference = self._owned.make() if is_own else self._held.create(owner)
+        if self._is_closed:
+            self._uncount(reference)
+        return reference
+
+    def not_created(self, reference: ReferenceId) -> None:
+        """Takes back a ``creating`` whose call may not have been sent; its handle stays."""
+        self._held.not_created(reference)
+
+    def created(self, reference: ReferenceId) -> bool:
+        """Notes that the call which makes a value here has arrived.
+
+        Returns:
+            Whether to make the value. False if the call was seen before or taken back.
+        """
+        return self._owned.created(reference)
+
+    def is_awaited(self, reference: ReferenceId) -> bool:
+        """Whether a value of this worker is not made yet and its creating call may still come."""
+        return self._owned.is_awaited(reference)
+
+    # Handles come and go.
+
+    def handle_added(self, reference: ReferenceId) -> None:
+        """Counts one more handle, copied from an existing one; none after ``drop_all``."""
+        if not self._is_closed:
+            self._half(reference).change(reference, handles=1)
+
+    def handle_dropped(self, reference: ReferenceId) -> None:
+        """Counts one handle less; not an error after ``drop_all``."""
+        if not self._is_closed:
+            self._half(reference).change(reference, handles=-1)
+
+    # References travel.
+
+    def hand_on(self, reference: ReferenceId, to: int) -> int:
+        """Begins to hand a reference, of which there is a handle here, to worker ``to``.
+
+        Returns:
+            The token that has to travel with the reference. Every such message must end in
+            ``received`` or ``refused`` at ``to``, or in ``undeliverable`` here. After
+            ``drop_all`` no reference is handed on: the receiver will not count it.
+        """
+        if to == self._worker:
+            self.handle_added(reference)  # the handle that the message will become
+            return NO_TOKEN
+        if to in self._outbox.lost or self._is_closed:
+            return NO_TOKEN
+        self._half(reference).change(reference, handovers=1)
+        self._last_token[to] += 1  # Without a call before the next line, as in `OwnedValues.make`.
+        token = self._last_token[to]
+        self._handovers[to, token] = reference
+        return token
+
+    def received(self, reference: ReferenceId, token: int, sender: int) -> bool:
+        """Notes a reference that came in a message, and counts one handle.
+
+        Returns:
+            Whether a handle was counted. False if this handover was received, refused or taken
+            back before, or after ``drop_all``: then no handle may be made.
+        """
+        if sender == self._worker:
+            if not self._is_closed:
+                self._half(reference).remind(reference)
+            return not self._is_closed
+        if not self._is_new(sender, token):
+            return False
+        if self._is_closed or reference.owner == self._worker:
+            if not self._is_closed:
+                self._owned.received(reference)
+            self._held.handed(sender, token)
+        else:
+            self._held.received(reference, sender, token)
+        return not self._is_closed
+
+    def came_home(self, reference: ReferenceId) -> bool:
+        """Notes a reference to a value of this worker in a call whose caller keeps its own handle.
+
+        This is no handover: the caller's handle outlives the call, so the value exists. If it does
+        not (the caller gave the call up), users of the handle are told that it is gone.
+
+        Returns:
+            Whether a handle was counted. False after ``drop_all``: then none may be made.
+
+        Raises:
+            ProtocolError: Another worker owns the value.
+        """
+        if reference.owner != self._worker:
+            raise ProtocolError(f"{reference} does not belong to worker {self._worker}")
+        if not self._is_closed:
+            self._owned.received(reference)
+        return not self._is_closed
+
+    def refused(self, reference: ReferenceId, token: int, sender: int) -> None:
+        """Notes a reference that came in a message that will not be read."""
+        if sender == self._worker:
+            self.handle_dropped(reference)
+        elif self._is_new(sender, token):
+            self._held.handed(sender, token)
+
+    def undeliverable(self, reference: ReferenceId, token: int, to: int) -> None:
+        """Takes back a handover whose message may not have been sent.
+
+        The receiver decides: it keeps the reference if the message came first, and refuses the
+        message otherwise. Until it answers, the reference counts as handed on.
+        """
+        if to == self._worker:
+            self.handle_dropped(reference)
+        elif (to, token) in self._handovers:
+            self._outbox.request((NotHanded, to, token), to, NotHanded(token))
+
+    # Messages, time and losses.
+
+    def message(self, sender: int, message: Message) -> None:
+        """Takes a message of this protocol.
+
+        Raises:
+            ProtocolError: The sender is not entitled to send this message.
+        """
+        if sender not in self._outbox.lost:
+            check_reference_message(self._worker, sender, message)
+            self._handlers[type(message)](sender, message)
+
+    def tick(self, now_s: float) -> None:
+        """Resends overdue requests; may be called as often as is convenient.
+
+        After ``drop_all`` it also takes back, once, what the others have not confirmed within a
+        whole interval: a thread that was interrupted has never sent it.
+        """
+        if self._outbox.tick(now_s) and self._is_closed:
+            self._intervals_closed += 1
+            if self._intervals_closed == _INTERVALS_TO_ARRIVE:
+                self._held.none_created()
+                for to, token in list(self._handovers):
+                    self._outbox.request((NotHanded, to, token), to, NotHanded(token))
+
+    def peer_joined(self, peer: int) -> None:
+        """Notes a worker that others may have spoken of as lost before it came."""
+        self._outbox.lost.discard(peer)
+
+    def peer_lost(self, peer: int) -> None:
+        """Drops all holds of a lost worker, and gives up all values that it owned."""
+        self._outbox.lose(peer)
+        self._held.peer_lost(peer)
+        self._owned.peer_lost(peer)
+        for to, token in list(self._handovers):
+            if to == peer:
+                self._close_handover(peer, token)
+        self._last_token.pop(peer, None)
+        self._seen.pop(peer, None)
+
+    # Shutdown.
+
+    def drop_all(self) -> None:
+        """Drops all handles at once, and counts none from now on: the end of the program."""
+        self._is_closed = True
+        self._held.drop_all()
+        self._owned.drop_all()
+
+    def is_settled(self) -> bool:
+        """Returns whether no request waits for an answer and no handover is under way."""
+        return not self._outbox and not self._handovers
+
+    def leaks(self) -> list[Leak]:
+        """Returns the references that this worker holds, and its own that any worker holds."""
+        return self._owned.leaks() + self._held.leaks()
+
+    def census(self) -> Census:
+        """Returns how many references there are, by their state."""
+        shared, users = self._owned.shared()
+        unconfirmed = self._held.unconfirmed()
+        return Census(shared, users, unconfirmed, len(self._handovers), len(self._outbox))
+
+    def _half(self, reference: ReferenceId) -> OwnedValues | HeldReferences:
+        return self._owned if reference.owner == self._worker else self._held
+
+    def _uncount(self, reference: ReferenceId) -> None:
+        """Drops the first handle of a new reference: after ``drop_all`` no handle counts."""
+        self._half(reference).change(reference, handles=-1)
+
+    def _is_new(self, sender: int, token: int) -> bool:
+        """Notes a handover from ``sender``; returns whether it comes for the first time."""
+        seen = self._seen.get(sender)
+        if seen is None:
+            if sender in self._outbox.lost:
+                return True  # It came before the loss, once; it cannot be taken back any more.
+            seen = self._seen[sender] = SeenNumbers(first=1)
+        return seen.add(token)
+
+    def _close_handover(self, to: int, token: int) -> None:
+        reference = self._handovers.pop((to, token), None)
+        if reference is not None:
+            self._outbox.answered((NotHanded, to, token))
+            self._half(reference).change(reference, handovers=-1)
+
+    # Messages.
+
+    def _on_hold(self, sender: int, message: Hold) -> None:
+        self._owned.hold(sender, message)
+        # Only now: the hold must keep the value alive before the handover ends.
+        self._close_handover(sender, message.token)
+
+    def _on_handed(self, sender: int, message: Handed) -> None:
+        self._close_handover(sender, message.token)
+        self._outbox.send(sender, HandedAck(message.token))
+
+    def _on_handed_ack(self, sender: int, message: HandedAck) -> None:
+        self._outbox.answered((Handed, sender, message.token))
+
+    def _on_not_handed(self, sender: int, message: NotHanded) -> None:
+        # If not new, the message was received and is answered separately, unless the thread that
+        # received it was interrupted.
+        if self._is_new(sender, message.token) or self._is_closed:
+            self._held.handed(sender, message.token)

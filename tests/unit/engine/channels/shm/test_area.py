@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from torchweft.engine.channels import shm as layout
+from torchweft.engine.channels.shm import SLABS_OFFSET, Area, attach, create
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def made() -> Iterator[tuple[int, Area]]:
+    descriptor, area = create(4 * MIB)
+    yield descriptor, area
+    os.close(descriptor)
+
+
+def test_both_mappings_are_the_same_memory(made: tuple[int, Area]) -> None:
+    descriptor, area = made
+    other = attach(descriptor, area.nonce)
+    assert other.address != area.address
+    area.memory[SLABS_OFFSET + 5] = 7
+    other.words[3] = (1 << 64) - 1
+    assert other.memory[SLABS_OFFSET + 5] == 7
+    assert area.words[3] == (1 << 64) - 1
+    assert other.size_bytes == SLABS_OFFSET + 4 * MIB
+
+
+def test_words_and_slabs_do_not_overlap(made: tuple[int, Area]) -> None:
+    _, area = made
+    nonce = area.nonce
+    area.words[:] = (1 << 64) - 1
+    assert area.nonce == nonce
+    assert not area.memory[SLABS_OFFSET:].any()
+
+
+def test_a_mapping_needs_no_descriptor_and_ends_with_its_last_array() -> None:
+    descriptor, area = create(MIB)
+    os.close(descriptor)
+    part = area.memory[SLABS_OFFSET:][:10]
+    address = area.address
+    del area
+    part[:] = 1
+    assert part.sum() == 10
+    assert f"{address:x}-" in maps()
+    del part
+    assert f"{address:x}-" not in maps()
+
+
+def maps() -> str:
+    with open("/proc/self/maps") as file:
+        return file.read()
+
+
+def resident_bytes(descriptor: int) -> int:
+    return os.fstat(descriptor).st_blocks * 512
+
+
+def test_memory_is_taken_and_given_back(made: tuple[int, Area]) -> None:
+    descriptor, area = made
+    before = resident_bytes(descriptor)
+    area.populate(SLABS_OFFSET, 2 * MIB)
+    assert resident_bytes(descriptor) == before + 2 * MIB
+    area.memory[SLABS_OFFSET] = 1
+    area.map_pages(SLABS_OFFSET, 2 * MIB)
+    area.punch(SLABS_OFFSET, 2 * MIB)
+    assert resident_bytes(descriptor) == before
+    assert area.memory[SLABS_OFFSET] == 0
+
+
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_memory_that_is_not_there_is_an_error(
+    made: tuple[int, Area], monkeypatch: pytest.MonkeyPatch, is_supported: bool
+) -> None:
+    _, area = made
+    code = errno.ENOMEM if is_supported else errno.EINVAL
+    monkeypatch.setattr(layout, "madvise", lambda *arguments: code)
+    if is_supported:
+        with pytest.raises(MemoryError, match="no shared memory for 4096 bytes"):
+            area.populate(SLABS_OFFSET, 4096)
+    else:
+        area.populate(SLABS_OFFSET, 4096)  # An older kernel: pages are touched one by one.
+
+
+def test_the_size_cannot_be_changed_any_more(made: tuple[int, Area]) -> None:
+    descriptor, _ = made
+    for size_bytes in (0, 64 * MIB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size_bytes)
+
+
+def test_the_wrong_memory_is_not_used(made: tuple[int, Area]) -> None:
+    with pytest.raises(OSError, match="other contents"):
+        attach(made[0], bytes(layout.NONCE_BYTES))
+
+
+def test_memory_that_could_be_cut_off_is_not_used() -> None:
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, 4 * MIB)
+        with pytest.raises(OSError, match="not sealed"):
+            attach(descriptor, bytes(16))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, layout._SEALS)
+        assert attach(descriptor, bytes(16)).size_bytes == 4 * MIB
+    finally:
+        os.close(descriptor)
+
+
+def test_what_is_no_memory_is_not_used() -> None:
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    try:
+        with pytest.raises(OSError):
+            attach(descriptor, bytes(16))
+    finally:
+        os.close(descriptor)
+
+
+def test_memory_too_small_is_not_used() -> None:
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, 4096)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, layout._SEALS)
+        with pytest.raises(OSError, match="too few"):
+            attach(descriptor, bytes(16))
+    finally:
+        os.close(descriptor)
+
+
+def test_a_mapping_that_the_system_refuses_is_an_error(made: tuple[int, Area]) -> None:
+    with pytest.raises(OSError, match="cannot map"):
+        Area(made[0], 1 << 60)
+
+
+def test_words_are_stored_whole(made: tuple[int, Area]) -> None:
+    assert made[1].words.dtype == np.uint64
+    assert made[1].words.ctypes.data % 8 == 0

@@ -1,0 +1,409 @@
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from tests.memory_counts import shared_counts
+from torchweft.engine.channels import shm as pool_module
+from torchweft.engine.channels.memory import address_of, slab_size
+from torchweft.engine.channels.shm import (
+    AT_ONCE_BYTES,
+    TICKET_COUNT,
+    Borrowed,
+    Borrower,
+    Loan,
+    Process,
+    SharedPool,
+    attach,
+    make_pool,
+)
+from torchweft.engine.codec.tensors import may_be_shared, shared_ranges
+from torchweft.errors import ConfigurationError
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class Mortal(Process):
+    """A process that is dead when the test says so."""
+
+    dead = False
+
+    def is_dead(self) -> bool:
+        return type(self).dead
+
+
+@pytest.fixture
+def pool() -> Iterator[SharedPool]:
+    made = SharedPool(16 * MIB)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def borrowed(pool: SharedPool) -> Borrowed:
+    return Borrowed(attach(pool.descriptor, pool.area.nonce), "trainer")
+
+
+@pytest.fixture
+def borrower() -> Borrower:
+    class Own(Mortal):
+        pass
+
+    return Borrower(Own(1, "now"))
+
+
+def lend(pool: SharedPool, borrower: Borrower, size_bytes: int) -> Loan:
+    loan = pool.lend(size_bytes, borrower)
+    assert loan is not None
+    return loan
+
+
+def test_a_slab_comes_back_when_the_borrower_s_last_view_dies(
+    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
+) -> None:
+    entry = lend(pool, borrower, 100 * KIB)
+    tensor = torch.frombuffer(borrowed.take(entry.content, 100 * KIB), dtype=torch.float32)
+    view = tensor[5:7]
+    del tensor
+    gc.collect()
+    assert shared_counts(pool).loan_count == 1
+    del view
+    assert shared_counts(pool)[1:3] == (slab_size(100 * KIB), 0)
+    again = lend(pool, borrower, 100 * KIB)
+    assert again.offset == entry.offset
+    assert again.tag != entry.tag
+
+
+def test_both_sides_see_the_same_bytes(
+    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
+) -> None:
+    entry = lend(pool, borrower, 3)
+    pool.area.memory[entry.offset : entry.offset + 3] = [1, 2, 3]
+    memory = borrowed.take(entry.content, 3)
+    assert bytes(memory) == b"\1\2\3"
+    assert not memory.readonly
+
+
+def test_a_late_or_second_end_of_a_loan_ends_no_other(
+    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
+) -> None:
+    first = lend(pool, borrower, KIB)
+    borrowed.refuse(first.content)
+    second = lend(pool, borrower, KIB)
+    assert (second.offset, second.tag & 0xFFFF) == (first.offset, first.tag & 0xFFFF)
+    borrowed.refuse(first.content)
+    assert shared_counts(pool).loan_count == 1
+    borrowed.refuse(second.content)
+    borrowed.refuse(second.content)
+    assert shared_counts(pool).loan_count == 0
+    assert shared_counts(pool).idle_bytes == slab_size(KIB)
+
+
+def test_a_loan_that_was_never_told_is_taken_back(pool: SharedPool, borrower: Borrower) -> None:
+    entry = lend(pool, borrower, KIB)
+    pool.take_back(entry.tag)
+    assert shared_counts(pool).loan_count == 0
+    other = lend(pool, borrower, KIB)
+    pool.take_back(entry.tag)
+    assert shared_counts(pool).loan_count == 1, "it was another loan of the same ticket"
+    pool.take_back(other.tag)
+
+
+def test_a_large_slab_is_made_when_asked_for_again(pool: SharedPool, borrower: Borrower) -> None:
+    assert pool.lend(AT_ONCE_BYTES + 1, borrower) is None
+    assert shared_counts(pool).resident_bytes == 0
+    assert pool.lend(AT_ONCE_BYTES + 1, borrower) is not None
+    assert pool.lend(AT_ONCE_BYTES * 4, borrower) is None
+    pool.trim()  # Runs some seconds later; forgets the request.
+    assert pool.lend(AT_ONCE_BYTES * 4, borrower) is None
+
+
+def test_memory_is_bounded(pool: SharedPool, borrowed: Borrowed, borrower: Borrower) -> None:
+    entries = [lend(pool, borrower, MIB) for _ in range(16)]
+    assert pool.lend(KIB, borrower) is None
+    with pytest.raises(MemoryError, match="WEFT_SHM_LIMIT_BYTES"):
+        pool.share(KIB)
+    assert shared_counts(pool).resident_bytes == 16 * MIB
+    borrowed.refuse(entries[7].content)
+    assert pool.lend(KIB, borrower) is not None, "idle slabs of other sizes are in the way"
+    assert shared_counts(pool).resident_bytes == 15 * MIB + slab_size(KIB)
+
+
+def test_more_than_the_limit_at_once_moves_nothing(pool: SharedPool, borrower: Borrower) -> None:
+    pool.take_back(lend(pool, borrower, MIB).tag)
+    assert [pool.lend(32 * MIB, borrower) for _ in range(3)] == [None] * 3
+    assert shared_counts(pool).idle_bytes == MIB
+
+
+def test_scattered_idle_memory_is_joined(
+    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
+) -> None:
+    entries = [lend(pool, borrower, MIB) for _ in range(16)]
+    for entry in entries[::2]:
+        borrowed.refuse(entry.content)
+    assert pool.lend(4 * MIB, borrower) is None
+    assert pool.lend(4 * MIB, borrower) is None, "the rest lies in between"
+    for entry in entries[1::2]:
+        borrowed.refuse(entry.content)
+    assert all(pool.lend(4 * MIB, borrower) is not None for _ in range(4))
+
+
+def test_a_machine_short_of_memory_lends_nothing_new(
+    pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "available_bytes", lambda: 200 * KIB)
+    pool.take_back(lend(pool, borrower, 64 * KIB).tag)
+    monkeypatch.setattr(pool_module, "available_bytes", lambda: 100 * KIB)
+    assert pool.lend(64 * KIB, borrower) is not None
+    assert pool.lend(64 * KIB, borrower) is None
+    assert shared_counts(pool).resident_bytes == 64 * KIB
+
+
+def test_the_memory_left_is_looked_up_once_for_many_slabs(
+    pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    left_bytes = 64 * MIB
+
+    def look() -> int:
+        looks.append(None)
+        return left_bytes
+
+    monkeypatch.setattr(pool_module, "available_bytes", look)
+    for _ in range(17):  # 1 MiB on one look, a share of what was left, and the first slab.
+        assert pool.lend(64 * KIB, borrower) is not None
+    assert len(looks) == 1
+    assert pool.lend(64 * KIB, borrower) is not None
+    assert len(looks) == 2
+    left_bytes = 100 * KIB
+    monkeypatch.setattr(pool, "_looks_again_s", 0.0)  # As if time had passed.
+    assert pool.lend(64 * KIB, borrower) is None
+
+
+def test_pages_that_cannot_be_had_are_no_loan(
+    pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(offset: int, size_bytes: int) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pool.area, "populate", fail)
+        assert pool.lend(KIB, borrower) is None
+        assert shared_counts(pool) == (0, 0, 0, 0)
+    assert pool.lend(KIB, borrower) is not None
+
+
+def test_an_interrupt_while_pages_are_made_leaves_nothing(
+    pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(offset: int, size_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pool.area, "populate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.lend(KIB, borrower)
+    assert shared_counts(pool) == (0, 0, 0, 0)
+
+
+def test_idle_memory_is_given_back(pool: SharedPool, borrower: Borrower) -> None:
+    first = lend(pool, borrower, 64 * KIB)
+    assert shared_counts(pool).loan_count == 1
+    pool.take_back(first.tag)
+    pool.trim()
+    before = os.fstat(pool.descriptor).st_blocks
+    lent, idle = lend(pool, borrower, MIB), lend(pool, borrower, 64 * KIB)
+    pool.take_back(idle.tag)
+    assert pool.trim(idle_s=1000.0) == 0
+    assert pool.trim() == 64 * KIB
+    assert shared_counts(pool) == (MIB, 0, 1, 2)
+    pool.take_back(lent.tag)
+    assert pool.trim() == MIB
+    assert os.fstat(pool.descriptor).st_blocks == before
+
+
+def test_a_lost_borrower_that_lives_keeps_what_it_has(
+    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
+) -> None:
+    first, second = lend(pool, borrower, KIB), lend(pool, borrower, KIB)
+    pool.lose(borrower)
+    pool.trim()
+    assert shared_counts(pool).loan_count == 2
+    borrowed.refuse(first.content)
+    assert shared_counts(pool).loan_count == 1
+    type(borrower.process).dead = True  # type: ignore[attr-defined]
+    pool.trim()
+    assert shared_counts(pool).loan_count == 0
+    borrowed.refuse(second.content)
+    assert shared_counts(pool).idle_bytes == 0
+
+
+def test_a_lost_borrower_that_is_dead_keeps_nothing(pool: SharedPool, borrower: Borrower) -> None:
+    other = Borrower(Mortal(2, "now"))
+    kept = lend(pool, other, KIB)
+    lend(pool, borrower, KIB)
+    type(borrower.process).dead = True  # type: ignore[attr-defined]
+    pool.lose(borrower)
+    assert shared_counts(pool).loan_count == 1
+    pool.take_back(kept.tag)
+
+
+def test_a_borrower_s_tensors_outlive_the_pool(
+    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
+) -> None:
+    entry = lend(pool, borrower, KIB)
+    tensor = torch.frombuffer(borrowed.take(entry.content, KIB), dtype=torch.uint8)
+    tensor.fill_(5)
+    pool.close()
+    assert pool.lend(KIB, borrower) is None
+    assert tensor.sum() == 5 * KIB
+
+
+def test_there_are_only_so_many_loans(
+    pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "TICKET_COUNT", 3)
+    entries = [lend(pool, borrower, KIB) for _ in range(3)]
+    assert pool.lend(KIB, borrower) is None
+    assert shared_counts(pool).idle_bytes == slab_size(KIB)
+    pool.take_back(entries[1].tag)
+    assert lend(pool, borrower, KIB).tag & 0xFFFF == entries[1].tag & 0xFFFF
+    assert TICKET_COUNT == 1 << 16
+
+
+def test_shared_memory_may_be_lent_many_times_at_once(
+    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
+) -> None:
+    memory = pool.share(KIB)
+    memory[:3] = b"abc"
+    address = address_of(memory)
+    loans = [pool.lend_shared(address + offset, 3, borrower) for offset in (0, 1)]
+    tensors = []
+    for loan in loans:
+        assert loan is not None
+        tensors.append(torch.frombuffer(borrowed.take(loan.content, 3), dtype=torch.uint8))
+    assert [bytes(tensor.numpy()) for tensor in tensors] == [b"abc", b"bc\0"]
+    tensors[1].fill_(ord("x"))
+    assert bytes(memory[:4]) == b"axxx"
+    del memory
+    gc.collect()
+    assert shared_counts(pool) == (slab_size(KIB), 0, 2, 2)
+    tensors.clear()
+    assert shared_counts(pool) == (slab_size(KIB), slab_size(KIB), 0, 2)
+    assert not pool.shared
+
+
+def test_memory_of_others_is_not_lent_as_shared(pool: SharedPool, borrower: Borrower) -> None:
+    memory = pool.share(KIB)
+    private = np.zeros(KIB, dtype=np.uint8)
+    assert pool.lend_shared(private.ctypes.data, KIB, borrower) is None
+    copied = lend(pool, borrower, KIB)
+    assert pool.lend_shared(pool.area.address + copied.offset, KIB, borrower) is None
+    beyond = address_of(memory) + slab_size(KIB) - 1
+    assert pool.lend_shared(beyond, 2, borrower) is None
+
+
+def test_memory_that_may_be_shared_is_known_below(pool: SharedPool) -> None:
+    private = np.zeros(KIB, dtype=np.uint8)
+    memory = pool.share(KIB)
+    assert may_be_shared(address_of(memory))
+    assert may_be_shared(address_of(memory[5:]))
+    assert not may_be_shared(private.ctypes.data)
+    del memory
+    pool.close()
+    assert not shared_ranges
+
+
+def test_a_pool_as_the_knob_has_it() -> None:
+    assert make_pool(0) is None
+    with pytest.raises(ConfigurationError, match="beyond any machine"):
+        make_pool(1 << 50)
+    made = make_pool(-1)
+    assert made is not None
+    assert 0 < made.area.size_bytes <= (4 << 30) + (2 << 20)
+    assert shared_counts(made).resident_bytes == 0
+    made.close()
+
+
+def test_a_system_without_such_memory_has_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    assert make_pool(16 * MIB) is None
+
+
+def test_many_threads_lend_and_give_back(pool: SharedPool, borrowed: Borrowed) -> None:
+    wrong: list[tuple[int, int]] = []
+
+    def use(mark: int) -> None:
+        borrower = Borrower(Mortal(mark, "now"))
+        kept: list[torch.Tensor] = []
+        for number in range(150):
+            size_bytes = (1 + number % 5) * 16 * KIB
+            loan = pool.lend(size_bytes, borrower)
+            if loan is None:
+                kept.clear()
+                continue
+            pool.area.memory[loan.offset : loan.offset + size_bytes] = mark
+            memory = borrowed.take(loan.content, size_bytes)
+            kept.append(torch.frombuffer(memory, dtype=torch.uint8))
+            wrong.extend(
+                (mark, each.numel()) for each in kept if each[0] != mark or each[-1] != mark
+            )
+            if number % 7 == 0:
+                kept.clear()
+            if number % 50 == 0:
+                pool.trim()
+
+    threads = [threading.Thread(target=use, args=(mark,)) for mark in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert shared_counts(pool).loan_count == 0
+    assert shared_counts(pool).resident_bytes <= 16 * MIB
+
+
+class _SendsInItsFinalizer:
+    """Cyclic garbage that lends, shares and trims in its finalizer."""
+
+    outcomes: ClassVar[list[object]] = []
+
+    def __init__(self, pool: SharedPool, borrower: Borrower) -> None:
+        self.cycle = self
+        self.pool = pool
+        self.borrower = borrower
+
+    def __del__(self) -> None:
+        self.outcomes.append((self.pool.lend(KIB, self.borrower), self.pool.trim()))
+        try:
+            self.pool.share(KIB)
+        except MemoryError as error:
+            self.outcomes.append(error)
+
+
+def test_a_finalizer_inside_the_lock_gets_no_loan(
+    pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = _SendsInItsFinalizer.outcomes
+    outcomes.clear()
+    real = pool._collect
+
+    def collect_garbage_as_well() -> None:
+        _SendsInItsFinalizer(pool, borrower)
+        gc.collect()
+        real()
+
+    monkeypatch.setattr(pool, "_collect", collect_garbage_as_well)
+    entry = lend(pool, borrower, KIB)
+    assert outcomes[0] == (None, 0)
+    assert isinstance(outcomes[1], MemoryError)
+    monkeypatch.undo()
+    assert shared_counts(pool).loan_count == 1
+    pool.take_back(entry.tag)

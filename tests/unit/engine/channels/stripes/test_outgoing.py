@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import contextlib
+import gc
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from torchweft.engine.channels import stripes as striped
+from torchweft.engine.channels.stripes import (
+    HEADER_BYTES,
+    Outbox,
+    SendingConnection,
+    Stripe,
+    decode_stripe,
+)
+from torchweft.engine.channels.transfer_loop import NOTHING, WRITABLE
+from torchweft.engine.wire.frames import Buffer
+
+LIMIT_S = 20.0
+STRIPE_BYTES = 100
+
+
+class End:
+    """A sending connection with the other side of its socket."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        ours, self.socket = socket.socketpair()
+        self.causes: list[str] = []
+        self.sending = SendingConnection(ours, outbox, self.causes.append)
+        assert self.sending.write() == NOTHING  # The connection is idle from here on.
+
+    def close(self) -> None:
+        self.sending.close()
+        self.socket.close()
+
+    def receive_stripe(self) -> tuple[Stripe, bytes]:
+        stripe = decode_stripe(self.socket.recv(HEADER_BYTES, socket.MSG_WAITALL), 1 << 40)
+        return stripe, self.socket.recv(stripe.length_bytes, socket.MSG_WAITALL)
+
+
+@pytest.fixture
+def outbox() -> Outbox:
+    return Outbox(STRIPE_BYTES)
+
+
+@pytest.fixture
+def ends(outbox: Outbox) -> Iterator[list[End]]:
+    made = [End(outbox), End(outbox)]
+    yield made
+    for end in made:
+        end.close()
+
+
+def buffer_of(size_bytes: int, value: int = 0) -> memoryview:
+    return memoryview(bytes((value + number) % 251 for number in range(size_bytes)))
+
+
+def stripe_of(parts: list[Buffer]) -> Stripe:
+    return decode_stripe(parts[0], 1 << 40)
+
+
+def test_only_as_many_connections_start_as_there_are_stripes(
+    outbox: Outbox, ends: list[End]
+) -> None:
+    assert len(outbox.put(1, [buffer_of(STRIPE_BYTES)])) == 1
+    assert len(outbox.put(2, [buffer_of(10 * STRIPE_BYTES)])) == 1
+    assert outbox.put(3, [buffer_of(STRIPE_BYTES)]) == []
+
+
+def test_stripes_do_not_share_a_view(outbox: Outbox, ends: list[End]) -> None:
+    sent = buffer_of(2 * STRIPE_BYTES)
+    started = outbox.put(1, [sent])
+    parts = [outbox.take(writer)[1] for writer in started]
+    assert b"".join(parts) == sent
+    first, second = map(memoryview, parts)
+    assert first.obj is not second.obj
+
+
+def test_transfers_take_turns(outbox: Outbox, ends: list[End]) -> None:
+    (writer, _) = outbox.put(1, [buffer_of(3 * STRIPE_BYTES)])
+    outbox.put(2, [buffer_of(STRIPE_BYTES + 1), buffer_of(5)])
+    order = [stripe_of(parts) for parts in iter(lambda: outbox.take(writer), [])]
+    assert [(stripe.token, stripe.position, stripe.offset) for stripe in order] == [
+        (1, 0, 0),
+        (2, 0, 0),
+        (2, 1, 0),
+        (1, 0, 100),
+        (2, 0, 100),
+        (1, 0, 200),
+    ]
+    assert [stripe.length_bytes for stripe in order] == [100, 100, 5, 100, 1, 100]
+
+
+def test_a_transfer_may_be_added_in_parts(outbox: Outbox, ends: list[End]) -> None:
+    sent = buffer_of(3 * STRIPE_BYTES + 1)
+    (writer,) = outbox.put_part(1, 4, sent, 2 * STRIPE_BYTES, sent.nbytes)[:1]
+    assert outbox.take(writer)[1] == sent[2 * STRIPE_BYTES : 3 * STRIPE_BYTES]
+    outbox.put_part(1, 4, sent, 0, 2 * STRIPE_BYTES)
+    order = [stripe_of(parts) for parts in iter(lambda: outbox.take(writer), [])]
+    assert [(stripe.position, stripe.offset, stripe.length_bytes) for stripe in order] == [
+        (4, 3 * STRIPE_BYTES, 1),
+        (4, 0, STRIPE_BYTES),
+        (4, STRIPE_BYTES, STRIPE_BYTES),
+    ]
+    assert {stripe.size_bytes for stripe in order} == {sent.nbytes}
+    assert outbox.put_part(1, 5, sent, 0, 0) == []
+
+
+def test_stripes_arrive_over_every_connection(outbox: Outbox, ends: list[End]) -> None:
+    sent = buffer_of(2 * STRIPE_BYTES + 1)
+    started = outbox.put(9, [sent])
+    # Both take their first stripe before either continues, as two threads would.
+    assert {started[0], started[1]} == {end.sending for end in ends}
+    firsts = {connection: outbox.take(connection) for connection in started}
+    assert all(firsts.values())
+    for connection, parts in firsts.items():
+        connection._parts = parts
+        assert connection.write() == NOTHING
+    arrived = bytearray(sent.nbytes)
+    for end in ends:
+        for _ in range(2 if end.sending is started[0] else 1):
+            stripe, data = end.receive_stripe()
+            assert stripe.token == 9
+            arrived[stripe.offset : stripe.offset + stripe.length_bytes] = data
+    assert arrived == sent
+    assert outbox.is_empty
+
+
+def test_a_full_socket_is_not_waited_for(outbox: Outbox, ends: list[End]) -> None:
+    big = Outbox(1 << 20)
+    end = End(big)
+    sent = memoryview(np.arange(1 << 20, dtype=np.uint8))
+    (connection,) = big.put(1, [sent])
+    interest = connection.write()
+    assert interest == WRITABLE
+    assert not big.is_empty
+    received = bytearray()
+    while len(received) < HEADER_BYTES + sent.nbytes:
+        received += end.socket.recv(1 << 20)
+        interest = interest and connection.write()
+    assert interest == NOTHING
+    assert received[HEADER_BYTES:] == sent
+    assert big.is_empty
+    end.close()
+
+
+def test_memory_is_kept_until_it_is_written_and_no_longer(outbox: Outbox, ends: list[End]) -> None:
+    array = np.ones(50, np.uint8)
+    is_alive = weakref.ref(array)
+    started = outbox.put(1, [memoryview(array)])
+    del array
+    gc.collect()
+    assert is_alive() is not None
+    assert started[0].write() == NOTHING
+    gc.collect()
+    assert is_alive() is None
+
+
+def test_a_close_lets_go_of_everything(outbox: Outbox, ends: list[End]) -> None:
+    arrays = [np.ones(STRIPE_BYTES * 30000, np.uint8) for _ in range(2)]
+    alive = [weakref.ref(array) for array in arrays]
+    started = outbox.put(1, [memoryview(array) for array in arrays])
+    del arrays
+    assert started[0].write() == WRITABLE
+    outbox.close()
+    for end in ends:
+        end.sending.close()
+        assert end.sending.write() == NOTHING
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+    assert outbox.put(2, [buffer_of(1)]) == []
+    assert outbox.is_empty
+
+
+def test_a_broken_connection_says_so(outbox: Outbox, ends: list[End]) -> None:
+    started = outbox.put(1, [buffer_of(STRIPE_BYTES)])
+    end = next(end for end in ends if end.sending is started[0])
+    end.socket.close()
+    assert started[0].write() == NOTHING
+    assert end.causes == ["[Errno 32] Broken pipe"]
+
+
+def test_nobody_waits_for_room_at_a_peer_that_takes_nothing(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striped, "SEND_PATIENCE_S", 0.05)
+    for token in range(40):
+        outbox.put(token, [buffer_of(1)])
+    began_s = time.monotonic()
+    outbox.wait_for_room()
+    assert 0.05 <= time.monotonic() - began_s < LIMIT_S
+
+
+def test_who_has_much_to_send_waits_for_room(
+    outbox: Outbox, ends: list[End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striped, "SEND_PATIENCE_S", LIMIT_S)
+    for token in range(40):
+        outbox.put(token, [buffer_of(1)])
+    begun, has_room = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        outbox.wait_for_room()
+        has_room.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert begun.wait(LIMIT_S)
+    for _ in range(8):
+        assert not has_room.is_set()
+        outbox.take(ends[0].sending)
+    outbox.take(ends[0].sending)
+    assert has_room.wait(LIMIT_S)
+    thread.join(LIMIT_S)
+
+
+def test_a_close_ends_the_wait_for_room(outbox: Outbox, ends: list[End]) -> None:
+    for token in range(40):
+        outbox.put(token, [buffer_of(1)])
+    thread = threading.Thread(target=outbox.wait_for_room)
+    thread.start()
+    outbox.close()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_no_transfer_is_left_behind_by_a_connection_that_becomes_idle() -> None:
+    """Race: a transfer is added while a connection goes idle; one side must notice the other."""
+    outbox = Outbox(STRIPE_BYTES)
+    end = End(outbox)
+    count = 4 * 500
+    start = threading.Barrier(4)
+
+    def put(first: int) -> None:
+        start.wait()
+        for token in range(first, first + 500):
+            for connection in outbox.put(token, [buffer_of(3)]):
+                while connection.write() == WRITABLE:
+                    pass
+
+    writers = [threading.Thread(target=put, args=(500 * number,)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    tokens = {end.receive_stripe()[0].token for _ in range(count)}
+    for writer in writers:
+        writer.join(LIMIT_S)
+    assert tokens == set(range(count))
+    assert outbox.is_empty
+    end.close()
+
+
+def test_a_connection_is_not_idle_twice(outbox: Outbox, ends: list[End]) -> None:
+    for _ in range(3):
+        assert ends[0].sending.write() == NOTHING
+    started = outbox.put(1, [buffer_of(10 * STRIPE_BYTES)])
+    assert len(started) == 2
+    assert started[0] is not started[1]
+
+
+def test_a_descriptor_is_forgotten_once() -> None:
+    """Another connection may have the number by the time of the second close."""
+    with contextlib.closing(End(Outbox(100))) as end:
+        forgotten: list[int] = []
+        number = end.sending.fd
+        for _ in range(2):
+            end.sending.close(forgotten.append)
+        assert forgotten == [number]
+        assert end.sending.write() == NOTHING

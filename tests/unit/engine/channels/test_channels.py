@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.memory_counts import first_for, held_counts
+from tests.unit.engine.channels.home import Posts, SomePeer, make_home
+from torchweft import knobs
+from torchweft.engine.channels.channel import CannotGet, Channel, Entry, Handle
+from torchweft.engine.channels.channels import (
+    FOLLOWS,
+    UNTRIED,
+    Channels,
+    Held,
+    Ways,
+    decode_table,
+    encode_table,
+)
+from torchweft.engine.wire.messages import Kind, decode_ints
+from torchweft.errors import ProtocolError
+
+MIB = 1 << 20
+LIMIT = 1 << 50
+
+
+class Fake(Channel):
+    """A channel whose handles are texts, and whose buffers are made of them."""
+
+    def __init__(self, name: str, number: int, from_bytes: int, *, is_held: bool = True) -> None:
+        self.name = name  # type: ignore[misc]
+        super().__init__(make_home())
+        self.name, self.number, self.from_bytes = name, number, from_bytes  # type: ignore[misc]
+        self.is_held = is_held  # type: ignore[misc]
+        self.room = 100
+        self.events: list[str] = []
+        self.error: Exception | None = None
+
+    def put(
+        self, peer: Any, token: int, buffers: Sequence[torch.Tensor]
+    ) -> Sequence[Handle | None]:
+        handles: list[Handle | None] = []
+        for buffer in buffers:
+            if self.error is not None:
+                raise self.error
+            takes = buffer.nbytes >= self.from_bytes and self.room > 0
+            self.room -= takes
+            handles.append(Watched(self, buffer) if takes else None)
+        return handles
+
+    def begin(self, peer: Any, token: int, handles: Sequence[Any], **options: Any) -> None:
+        self.events.append(f"begin {len(handles)}")
+
+    def get(self, peer: Any, token: int, entries: Sequence[Entry]) -> Sequence[bytes]:
+        self.events.append(f"get {len(entries)}")
+        if self.error is not None:
+            raise self.error
+        return [entry.content * entry.size_bytes for entry in entries]
+
+    def drop(self, peer: Any, token: int, entries: Sequence[Entry]) -> None:
+        self.events.append(f"drop {len(entries)}")
+
+
+class Watched(Handle):
+    """A handle that notes what becomes of it."""
+
+    def __init__(self, channel: Fake, buffer: torch.Tensor | memoryview) -> None:
+        super().__init__(b"x", buffer.nbytes, buffer)
+        self._events = channel.events
+
+    def acknowledge(self) -> None:
+        self._events.append("acknowledged")
+
+    def take_back(self) -> None:
+        self._events.append("taken back")
+
+
+@pytest.fixture
+def fakes() -> list[Fake]:
+    return [Fake("best", 11, 100), Fake("next", 12, 200), Fake("free", 13, 400, is_held=False)]
+
+
+@pytest.fixture
+def posts() -> Posts:
+    return Posts()
+
+
+@pytest.fixture
+def asked() -> list[tuple[int, ...]]:
+    return []
+
+
+@pytest.fixture
+def channels(fakes: list[Fake], posts: Posts, asked: list[tuple[int, ...]]) -> Channels:
+    def ask(peer: Any, request: bytes, reason: Exception) -> list[bytes]:
+        asked.append(decode_ints(request))
+        return [b"y" * 100]
+
+    with knobs.SHM_LIMIT_BYTES.override(0):
+        made = Channels(make_home(posts), ask)
+    made.close(0.0)
+    made.all = tuple(fakes)
+    made._by_number = {each.number: each for each in fakes}
+    return made
+
+
+@pytest.fixture
+def peer(fakes: list[Fake]) -> SomePeer:
+    made = SomePeer()
+    with knobs.INLINE_LIMIT_BYTES.override(10):
+        made.ways = Ways(made.name, fakes)
+    made.ways.confirm(dict.fromkeys(["best", "next", "free"], ""))
+    return made
+
+
+def tensors(*sizes: int) -> list[torch.Tensor]:
+    return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+
+# What is held
+
+
+def held_one(held: Held, fake: Fake, memory: memoryview) -> int:
+    token = next(held.tokens)
+    held.hold(token, [(fake, Watched(fake, memory))])
+    return token
+
+
+def test_release_lets_go_once_and_says_whether_the_peer_has_it(fakes: list[Fake]) -> None:
+    held, fake = Held(), fakes[0]
+    tokens = [held_one(held, fake, memoryview(bytes(size))) for size in (10, 20, 30)]
+    assert held_counts(held) == (3, 60)
+    held.release(tokens[1])
+    held.release(tokens[1])
+    assert fake.events == ["acknowledged"]
+    held.release(tokens[0], is_sent=False)
+    assert fake.events == ["acknowledged"]
+    assert held_counts(held) == (1, 30)
+
+
+def test_memory_is_kept_until_released(fakes: list[Fake]) -> None:
+    held, array = Held(), np.zeros(100, dtype=np.uint8)
+    alive = weakref.ref(array)
+    token = held_one(held, fakes[0], array.data)
+    del array
+    assert alive() is not None
+    held.release(token)
+    assert alive() is None
+
+
+def test_close_lets_go_of_everything_for_good(fakes: list[Fake]) -> None:
+    held = Held()
+    arrays = [np.zeros(100, dtype=np.uint8) for _ in range(2)]
+    alive = [weakref.ref(array) for array in arrays]
+    held_one(held, fakes[0], arrays[0].data)
+    held.close()
+    token = held_one(held, fakes[0], arrays[1].data)
+    arrays.clear()
+    assert [each() for each in alive] == [None, None]
+    assert held_counts(held) == (0, 0)
+    held.release(token)
+    assert not fakes[0].events
+
+
+def test_a_finalizer_may_use_what_is_letting_go_of_it(fakes: list[Fake]) -> None:
+    held, array = Held(), np.zeros(100, dtype=np.uint8)
+    seen: list[tuple[int, int]] = []
+    weakref.finalize(array, lambda: seen.append(held_counts(held)))
+    held_one(held, fakes[0], array.data)
+    del array
+    held.close()
+    assert seen == [(0, 0)]
+
+
+def test_tokens_of_many_threads_differ(fakes: list[Fake]) -> None:
+    held, tokens = Held(), list[int]()
+
+    def hold_and_release() -> None:
+        for number in range(300):
+            tokens.append(held_one(held, fakes[0], memoryview(bytes(3))))
+            if number % 2:
+                held.release(tokens[-1])
+
+    threads = [threading.Thread(target=hold_and_release) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for token in tokens:
+        held.release(token)
+    assert len(set(tokens)) == 900
+    assert held_counts(held) == (0, 0)
+
+
+# Sending
+
+
+def test_a_buffer_takes_the_first_channel_that_has_room(
+    channels: Channels, fakes: list[Fake], peer: SomePeer
+) -> None:
+    fakes[0].room, fakes[1].sends_apart = 1, True  # type: ignore[misc]
+    parcel = channels.put(peer, tensors(5, 100, 150, 250, 99, 0))
+    table = decode_table(parcel.table, [5, 150, 99, 0], LIMIT)
+    assert [entry.channel for entry in table.entries] == [
+        FOLLOWS,
+        11,
+        FOLLOWS,
+        12,
+        FOLLOWS,
+        FOLLOWS,
+    ]
+    assert [memory.nbytes for memory in parcel.following] == [5, 150, 99, 0]
+    assert parcel.moved() == {"sent best": 100, "sent next": 250}
+    assert held_counts(peer.held) == (1, 350)
+    parcel.begin(may_wait=False)
+    assert [fake.events for fake in fakes] == [[], ["begin 1"], []]
+    peer.held.release(parcel.token)
+    assert fakes[0].events[-1] == "acknowledged"
+
+
+def test_where_all_buffers_follow_there_is_no_table(
+    channels: Channels, fakes: list[Fake], peer: SomePeer
+) -> None:
+    parcel = channels.put(peer, tensors(0, 10, 99))
+    assert parcel.table == b""
+    assert len(parcel.following) == 3
+    assert channels.put(SomePeer(), tensors(1000)).table == b""
+    assert held_counts(peer.held) == (0, 0)
+
+
+def test_nothing_is_held_for_a_channel_whose_buffers_come_back_otherwise(
+    channels: Channels, fakes: list[Fake], peer: SomePeer
+) -> None:
+    fakes[0].room = fakes[1].room = 0
+    parcel = channels.put(peer, tensors(500))
+    assert parcel.moved() == {"sent free": 500}
+    assert held_counts(peer.held) == (0, 0)
+    parcel.take_back()
+    assert fakes[2].events == ["taken back"]
+
+
+def test_a_channel_that_raises_leaves_nothing(
+    channels: Channels, fakes: list[Fake], peer: SomePeer
+) -> None:
+    fakes[1].error = KeyboardInterrupt()  # type: ignore[assignment]
+    fakes[0].room = 1
+    with pytest.raises(KeyboardInterrupt):
+        channels.put(peer, tensors(300, 300))
+    assert fakes[0].events == ["taken back"]
+    assert held_counts(peer.held) == (0, 0)
+
+
+# Receiving
+
+
+def message(*entries: Entry) -> tuple[bytes, list[bytes]]:
+    """Returns the table of a message, and the buffers that follow it."""
+    return encode_table(5, entries), [b"f" * e.size_bytes for e in entries if e.channel == FOLLOWS]
+
+
+MIXED = Entry(11, 3, b"a"), Entry(FOLLOWS, 2), Entry(12, 4, b"b"), Entry(11, 1, b"c")
+
+
+def no_devices() -> dict[int, torch.device | None]:
+    raise AssertionError("no channel is for devices")
+
+
+def test_buffers_are_put_in_the_message_s_order(
+    channels: Channels, fakes: list[Fake], peer: SomePeer, posts: Posts
+) -> None:
+    pulled: list[tuple[str, int]] = []
+    channels.on_pulled = lambda peer, name, size_bytes: pulled.append((name, size_bytes))
+    got = channels.get(peer, *message(*MIXED), no_devices)
+    assert got == [b"aaa", b"ff", b"bbbb", b"c"]
+    assert pulled == [("best", 4), ("next", 4)]
+    assert posts.sent == [(Kind.PULLED, (5).to_bytes(8, "little"))]
+
+
+def test_nothing_is_reported_where_nothing_is_held(
+    channels: Channels, peer: SomePeer, posts: Posts
+) -> None:
+    assert channels.get(peer, *message(Entry(13, 2, b"z")), no_devices) == [b"zz"]
+    assert posts.sent == []
+
+
+@pytest.mark.parametrize("is_lasting", [True, False])
+def test_what_does_not_come_is_asked_for(
+    channels: Channels,
+    fakes: list[Fake],
+    peer: SomePeer,
+    asked: list[tuple[int, ...]],
+    is_lasting: bool,
+) -> None:
+    fakes[0].error = CannotGet("broken")
+    fakes[0].error.is_lasting = is_lasting
+    got = channels.get(peer, *message(Entry(11, 100, b"a"), Entry(12, 1, b"b")), no_devices)
+    assert got == [b"y" * 100, b"b"]
+    assert asked == [(5, 11, int(is_lasting))]
+
+
+def test_what_comes_in_another_size_is_an_error_and_the_rest_is_dropped(
+    channels: Channels, fakes: list[Fake], peer: SomePeer, posts: Posts
+) -> None:
+    fakes[0].error = CannotGet("broken")
+    with pytest.raises(ProtocolError, match=r"'worker1' could not resend .* broken"):
+        channels.get(peer, *message(Entry(11, 99, b"a"), Entry(12, 1, b"b")), no_devices)
+    assert fakes[1].events == ["drop 1"]
+    assert [kind for kind, _ in posts.sent] == [Kind.PULLED]
+
+
+def test_a_message_that_is_not_read_is_dropped(
+    channels: Channels, fakes: list[Fake], peer: SomePeer, posts: Posts
+) -> None:
+    channels.drop(peer, *message(*MIXED))
+    assert [fake.events for fake in fakes] == [["drop 2"], ["drop 1"], []]
+    assert [kind for kind, _ in posts.sent] == [Kind.PULLED]
+
+
+def test_a_channel_of_another_version_is_refused(channels: Channels, peer: SomePeer) -> None:
+    with pytest.raises(ProtocolError, match="channel 99"):
+        channels.get(peer, *message(Entry(99, 1, b"a")), no_devices)
+
+
+# Ways
+
+
+def test_sizes_decide_once_the_peer_has_confirmed(fakes: list[Fake]) -> None:
+    ways = Ways("ps", fakes)
+    assert first_for(ways, MIB) == "stream"
+    assert all("not confirmed" in ways.obstacles()[fake.name] for fake in fakes)
+    ways.confirm({"next": ""})
+    sizes = [0, ways.inline_limit_bytes, ways.inline_limit_bytes + 1]
+    assert [first_for(ways, size) for size in sizes] == ["inline", "inline", "next"]
+    assert ways.sizes() == [("next", 200)]
+
+
+def test_a_verdict_changes_only_what_it_names(fakes: list[Fake]) -> None:
+    ways = Ways("ps", fakes)
+    ways.confirm({"next": ""})
+    ways.confirm({"best": "", "a channel of a later version": ""})
+    assert first_for(ways, MIB) == "best"
+    ways.confirm({"best": "gone"})
+    assert first_for(ways, MIB) == "next"
+    assert ways.obstacles()["best"] == "gone"
+
+
+def test_what_cannot_be_received_may_still_be_sent(fakes: list[Fake]) -> None:
+    ways = Ways("ps", fakes)
+    ways.accepted({"best": "not permitted here"})
+    ways.confirm({"best": ""})
+    assert first_for(ways, MIB) == "best"
+    assert ways.verdict() == {"best": "not permitted here"}
+
+
+@pytest.mark.parametrize("verdict", [None, {"best": 0}, "best"])
+def test_what_is_no_verdict_is_refused(fakes: list[Fake], verdict: object) -> None:
+    with pytest.raises(ProtocolError):
+        Ways("ps", fakes).confirm(verdict)
+
+
+def test_giving_up_warns_once_and_lasts(
+    fakes: list[Fake], caplog: pytest.LogCaptureFixture
+) -> None:
+    ways = Ways("trainer3", fakes)
+    ways.confirm({"best": "", "next": ""})
+    with caplog.at_level(logging.WARNING):
+        ways.give_up("best", "Operation not permitted")
+        ways.give_up("best", "once more")
+    ways.confirm({"best": ""})
+    assert first_for(ways, MIB) == "next"
+    assert ways.obstacles()["best"] == "Operation not permitted"
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "tensors to worker 'trainer3' no longer travel by best, but by next: "
+        "Operation not permitted"
+    )
+
+
+def test_a_channel_with_a_trial_counts_as_used_after_it(fakes: list[Fake]) -> None:
+    fakes[0].is_tried = True  # type: ignore[misc]
+    ways = Ways("ps", fakes)
+    ways.confirm({"best": ""})
+    assert first_for(ways, MIB) == "best"
+    assert ways.obstacles()["best"] == UNTRIED
+    ways.prove(fakes[0])
+    assert ways.obstacles()["best"] == ""
+    ways.give_up("best", "the cable is out")
+    ways.prove(fakes[0])
+    assert ways.obstacles()["best"] == "the cable is out"

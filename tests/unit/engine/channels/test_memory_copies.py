@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.thread_limits import no_new_threads
+from torchweft import knobs, probe
+from torchweft.engine.channels import memory as copying
+from torchweft.engine.channels.memory import PIECE_BYTES, Copier, address_of
+from torchweft.engine.channels.pull import Nonce, find_obstacle
+from torchweft.probe import usable_cores
+
+SIZE = 4 * PIECE_BYTES + 3
+PATTERN = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
+NAME = "weft-copy-test"
+
+_nonce = Nonce()
+_obstacle = find_obstacle(os.getpid(), _nonce.address, _nonce.value)
+
+Copy = Callable[[memoryview], None]
+
+
+@pytest.fixture
+def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
+    with (
+        knobs.SHARED_PULL_BYTES.override(PIECE_BYTES),
+        knobs.SHARED_COPY_BYTES.override(PIECE_BYTES),
+    ):
+        made = Copier(NAME)
+    # Share copies even on a machine with one core, or while other tests run.
+    made._may_share = True
+    monkeypatch.setattr(copying, "core_is_free", lambda: True)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["copy", "pull"])
+def copy(request: pytest.FixtureRequest, copier: Copier) -> Copy:
+    """Returns a function that fills the given memory with the pattern."""
+    if request.param == "copy":
+        return lambda into: copy_into(copier, into)
+    if _obstacle:
+        pytest.skip(f"no cma here: {_obstacle}")
+    address = address_of(memoryview(PATTERN))
+    return lambda into: copier.pull(os.getpid(), address, into)
+
+
+def copy_into(copier: Copier, into: memoryview, size_bytes: int | None = None) -> None:
+    source = memoryview(PATTERN)
+    size_bytes = into.nbytes if size_bytes is None else size_bytes
+    copier.copy(address_of(source), address_of(into), size_bytes, (source, into))
+
+
+def thread_names() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def memory(size_bytes: int = SIZE) -> memoryview:
+    return memoryview(bytearray(size_bytes))
+
+
+def job_into(into: memoryview) -> copying._Job:
+    target, source = address_of(into), address_of(memoryview(PATTERN))
+
+    def step(offset: int, size_bytes: int) -> None:
+        ctypes.memmove(target + offset, source + offset, size_bytes)
+
+    step(0, PIECE_BYTES)
+    return copying._Job(into.nbytes, step)
+
+
+def failing_job(pieces: int) -> copying._Job:
+    def fail(offset: int, size_bytes: int) -> None:
+        raise OSError(14, "nothing is mapped there")
+
+    return copying._Job((1 + pieces) * PIECE_BYTES, fail)
+
+
+def test_a_large_copy_is_shared_with_a_named_thread(copy: Copy) -> None:
+    into = memory()
+    copy(into)
+    assert into == PATTERN
+    assert NAME in thread_names()
+
+
+def test_a_copier_that_gets_no_thread_copies_alone_and_tries_again_later(
+    copy: Copy, copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with no_new_threads(monkeypatch):
+        copy(memory())
+    assert NAME not in thread_names()
+    copy(memory())
+    assert NAME in thread_names()
+
+
+def test_a_small_copy_starts_no_thread(copy: Copy) -> None:
+    into = memory(PIECE_BYTES - 1)
+    copy(into)
+    assert into == PATTERN[: PIECE_BYTES - 1]
+    assert NAME not in thread_names()
+
+
+def test_nothing_is_written_past_the_end(copier: Copier) -> None:
+    into = memory()
+    copy_into(copier, into, SIZE - 5)
+    assert into == PATTERN[: SIZE - 5] + bytes(5)
+
+
+def test_where_no_core_is_free_nobody_helps(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "core_is_free", lambda: False)
+    into = memory()
+    copy(into)
+    assert into == PATTERN
+    assert NAME not in thread_names()
+
+
+def test_a_core_is_free_where_fewer_threads_run_than_there_are_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "LOAD", str(tmp_path / "loadavg"))
+    assert not copying.core_is_free(), "it is not known"
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    for running, is_free in [(1, True), (2, True), (3, False), (12, False)]:
+        (tmp_path / "loadavg").write_text(f"0.5 0.4 0.3 {running}/345 6789\n")
+        assert copying.core_is_free() is is_free
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="there is one core")
+def test_the_helper_is_kept_off_its_caller_s_core(copy: Copy) -> None:
+    cores = os.sched_getaffinity(0)
+    try:
+        for core in sorted(cores)[:2]:
+            os.sched_setaffinity(0, {core})
+            copy(memory())
+            [helper] = [each for each in threading.enumerate() if each.name == NAME]
+            assert helper.native_id is not None
+            assert os.sched_getaffinity(helper.native_id) == cores - {core}
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_a_closed_copier_copies_alone(copy: Copy, copier: Copier) -> None:
+    into = memory()
+    copy(into)
+    copier.close()
+    assert NAME not in thread_names()
+    into[:] = bytes(SIZE)
+    copy(into)
+    assert into == PATTERN
+    assert NAME not in thread_names()
+
+
+def test_many_threads_may_copy_at_once(copy: Copy) -> None:
+    targets = [memory() for _ in range(3)]
+    threads = [threading.Thread(target=copy, args=(into,)) for into in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(into == PATTERN for into in targets)
+
+
+@pytest.mark.skipif(bool(_obstacle), reason=f"no cma here: {_obstacle}")
+def test_a_large_pull_that_fails_says_so(copier: Copier) -> None:
+    with pytest.raises(OSError, match="nothing is mapped there"):
+        copier.pull(os.getpid(), 0x10, memory())
+
+
+def test_an_error_of_the_helper_is_raised_by_the_caller() -> None:
+    job = failing_job(pieces=1)
+    job.help()
+    job.run()  # finds no piece left
+    with pytest.raises(OSError, match="nothing is mapped there"):
+        job.finish()
+
+
+def test_a_helper_that_comes_late_touches_nothing() -> None:
+    into = memory()
+    job = job_into(into)
+    job.run()
+    job.finish()
+    into[:] = bytes(SIZE)
+    job.help()
+    assert into == bytes(SIZE)
+
+
+def test_a_helper_that_comes_after_a_failure_does_not_begin() -> None:
+    job = failing_job(pieces=4)
+    with pytest.raises(OSError, match="nothing is mapped there"):
+        job.run()
+    job.finish()
+    job.help()
+    assert job._helper_error is None
+
+
+def test_a_helper_that_has_begun_is_waited_for() -> None:
+    began, may_end = threading.Event(), threading.Event()
+
+    def copy_slowly(offset: int, size_bytes: int) -> None:
+        began.set()
+        may_end.wait()
+
+    job = copying._Job(2 * PIECE_BYTES, copy_slowly)
+    helper = threading.Thread(target=job.help)
+    helper.start()
+    began.wait()
+    # ``finish`` must return after this timer, however late the timer fires.
+    timer = threading.Timer(0.02, may_end.set)
+    timer.start()
+    job.finish()
+    assert may_end.is_set()
+    helper.join()
+    timer.join()
+
+
+def test_a_helper_alone_does_the_whole_job() -> None:
+    into = memory()
+    job = job_into(into)
+    job.help()
+    job.finish()
+    assert into == PATTERN

@@ -1,0 +1,712 @@
+from __future__ import annotations
+
+import collections
+import copyreg
+import dataclasses
+import enum
+import functools
+import gc
+import pickle
+import sys
+import threading
+import time
+import types
+import weakref
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.interpreters import frees_functions
+from tests.tables import cases
+from tests.thorough import examples
+from tests.unit.engine.codec import importable
+from tests.unit.engine.codec.trips import object_trip
+from torchweft.engine.codec import objects, reducers, values
+from torchweft.engine.codec.objects import Packed, pack, register_external, unpack
+from torchweft.errors import ProtocolError, SerializationError, UnknownFunction
+
+KILOBYTE = 1024
+
+pytestmark = pytest.mark.usefixtures("twin")
+
+
+@dataclasses.dataclass
+class Batch:
+    inputs: Tensor
+    label: str = "none"
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Slotted:
+    __slots__ = ("weight",)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@pytest.fixture
+def handle_type(monkeypatch: pytest.MonkeyPatch) -> type:
+    """Registers a class of external objects, which are not pickled, for one test."""
+    monkeypatch.setattr(objects, "_external_types", objects._external_types)
+
+    @register_external
+    class Handle:
+        def __reduce__(self) -> Any:
+            raise AssertionError("a handle is never pickled")
+
+    return Handle
+
+
+json_like = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=examples(30))
+@given(json_like)
+def test_plain_values_survive(value: Any) -> None:
+    assert object_trip(value) == value
+
+
+@cases(
+    "value",
+    [
+        {1, 2},
+        frozenset({1.5, 2}),
+        1 + 2j,
+        range(3),
+        Colour.RED,
+        Point(1, 2),
+        slice(1, 2),
+        bytearray(b"x"),
+        collections.OrderedDict(a=1),
+        torch.float32,
+        torch.strided,
+        torch.channels_last,
+        torch.device("cuda", 3),
+        torch.Size([1, 2]),
+        torch.per_tensor_affine,
+        Ellipsis,
+        NotImplemented,
+        int,
+        list[int],
+        ValueError,
+    ],
+)
+def test_other_values_survive(value: object) -> None:
+    arrived = object_trip(value)
+    assert arrived == value
+    assert type(arrived) is type(value)
+
+
+def test_tensors_are_taken_out_wherever_they_are() -> None:
+    slotted = Slotted()
+    slotted.weight = torch.ones(1)
+    deep = Batch(torch.ones(2), extra={"list": [torch.ones(3), (torch.ones(4), slotted)]})
+    packed = pack(((deep, torch.ones(5)), {"key": torch.ones(6)}), main_by_name=True)
+    assert [tensor.numel() for tensor in packed.tensors] == [2, 3, 4, 1, 5, 6]
+    assert len(packed.payload) < KILOBYTE
+    (batch, five), keywords = unpack(packed.payload, packed.tensors, [])  # type: ignore[misc]
+    assert batch.inputs is packed.tensors[0]
+    assert batch.extra["list"][1][1].weight is packed.tensors[3]
+    assert five is packed.tensors[4]
+    assert keywords["key"] is packed.tensors[5]
+
+
+def test_one_tensor_is_taken_out_once_and_stays_one_object() -> None:
+    tensor = torch.ones(2)
+    packed = pack([tensor, {"again": tensor}, tensor], main_by_name=True)
+    assert len(packed.tensors) == 1
+    assert packed.tensors[0] is tensor
+    first, second, third = object_trip([tensor, {"again": tensor}, tensor])
+    assert first is second["again"] is third
+    assert first is not tensor
+
+
+def test_shared_and_circular_structure_survives() -> None:
+    shared = [1]
+    circle: list[Any] = [shared, shared, torch.ones(1)]
+    circle.append(circle)
+    arrived = object_trip(circle)
+    assert arrived[0] is arrived[1]
+    assert arrived[3] is arrived
+
+
+def test_a_module_keeps_parameters_buffers_and_ties() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+    module[2].weight = module[0].weight  # type: ignore[union-attr]
+    arrived = object_trip(module)
+    assert all(type(parameter) is nn.Parameter for parameter in arrived.parameters())
+    assert arrived[2].weight is arrived[0].weight
+    assert arrived.state_dict().keys() == module.state_dict().keys()
+    inputs = torch.randn(4, 3)
+    assert torch.equal(arrived(inputs), module(inputs))
+
+
+def test_attributes_of_tensors_survive() -> None:
+    tensor, parameter = torch.ones(2), nn.Parameter(torch.ones(2))
+    tensor.note = {"self": tensor}  # type: ignore[attr-defined]
+    parameter.sharded = "yes"  # type: ignore[attr-defined]
+    arrived = object_trip([tensor, parameter])
+    assert arrived[0].note["self"] is arrived[0]
+    assert type(arrived[1]) is nn.Parameter
+    assert arrived[1].sharded == "yes"
+
+
+def test_external_objects_are_taken_out_once_in_order(handle_type: type) -> None:
+    class Kind(handle_type):  # type: ignore[misc]
+        pass
+
+    first, second = handle_type(), Kind()
+    packed = pack([first, {"x": second}, first, torch.ones(1)], main_by_name=True)
+    assert packed.externals == [first, second]
+    arrived: Any = unpack(packed.payload, packed.tensors, ["a", "b"])
+    assert arrived[:3] == ["a", {"x": "b"}, "a"]
+    assert arrived[3] is packed.tensors[0]
+
+
+def test_by_value_packing_takes_the_same_things_out(handle_type: type) -> None:
+    tensor, handle = torch.ones(2), handle_type()
+
+    def closure() -> Any:
+        return tensor, handle
+
+    packed = pack((closure, tensor), main_by_name=True)
+    assert [*packed.tensors] == [tensor]
+    assert packed.externals == [handle]
+    arrived: Any = unpack(packed.payload, packed.tensors, ["handle"])
+    assert arrived[0]() == (tensor, "handle")
+    assert arrived[1] is tensor
+
+
+FUNCTIONS = {
+    "lambda": (lambda x: x + 1, (1,), 2),
+    "partial": (functools.partial(importable.Base.double, 4), (), 8),
+    "bound method": (importable.Derived().method, (), "Derived"),
+    "class method": (importable.Derived.make, (), importable.Derived),
+    "builtin bound": ("-".join, ("ab",), "a-b"),
+    "callable object": (importable.Unhashable(), (), "called"),
+    "partial of lambda": (functools.partial(lambda x, y: x - y, 5), (2,), 3),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONS)
+@pytest.mark.parametrize("main_by_name", [True, False])
+def test_functions_of_every_kind_work_after_the_trip(case: str, main_by_name: bool) -> None:
+    function, arguments, expected = FUNCTIONS[case]
+    assert object_trip(function, main_by_name)(*arguments) == expected
+
+
+@pytest.mark.parametrize("main_by_name", [True, False])
+def test_methods_that_have_no_name_of_their_own_arrive_as_they_are(main_by_name: bool) -> None:
+    arrived = object_trip(importable.Renamed().methods(), main_by_name)
+    assert [method() for method in arrived] == ["Renamed", "decorated", "private"]
+    assert arrived[0].__self__ is arrived[1].__self__
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.add, torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.Tensor.add],
+    ids=["function", "packet", "overload", "method"],
+)
+def test_operators_arrive_as_the_very_same(function: Any) -> None:
+    assert object_trip([function])[0] is function
+
+
+def test_importable_functions_and_classes_go_by_name() -> None:
+    values = [importable.plain, importable.Base, importable.Base.Inner, importable.cached]
+    assert all(left is right for left, right in zip(object_trip(values), values, strict=True))
+
+
+def test_local_classes_and_their_objects_go_by_value() -> None:
+    class Local(importable.Base):
+        def __init__(self, weight: Tensor) -> None:
+            self.weight = weight
+
+        def method(self) -> str:
+            return f"local {super().method()}"
+
+    arrived = object_trip(Local(torch.ones(2)))
+    assert arrived.method() == "local Local"
+    assert arrived.weight.sum() == 2
+
+
+def test_a_recursive_closure_survives() -> None:
+    def factorial(n: int) -> int:
+        return n * factorial(n - 1) if n else 1
+
+    assert object_trip(factorial)(5) == 120
+
+
+@pytest.fixture
+def main_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    source = (
+        "class Thing:\n    value = 7\n"
+        "def work():\n    return Thing.value\n"
+        "def make():\n    return lambda: Thing\n"
+    )
+    exec(source, vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    return main
+
+
+def test_the_main_program_goes_by_name_where_both_run_it(main_module: Any) -> None:
+    for value in (main_module.Thing, main_module.work):
+        assert object_trip(value) is value
+    assert type(object_trip(main_module.Thing())) is main_module.Thing
+    # A lambda is sent by value, but refers to the program's own classes by name.
+    assert object_trip(main_module.make())() is main_module.Thing
+
+
+def test_another_main_program_gets_everything_by_value(main_module: Any) -> None:
+    packed = [
+        pack(value, main_by_name=False)
+        for value in (main_module.work, main_module.Thing(), [main_module.Thing])
+    ]
+    vars(main_module).clear()  # the receiver's program defines none of these
+    work, thing, kinds = (unpack(each.payload, [], []) for each in packed)
+    assert work() == 7  # type: ignore[operator]
+    assert thing.value == 7  # type: ignore[attr-defined]
+    assert kinds[0].value == 7  # type: ignore[index]
+
+
+def test_a_spawned_process_sends_its_main_program_by_either_way(
+    main_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main_module.__name__ = "__mp_main__"
+    for value in (main_module.Thing, main_module.work):
+        value.__module__ = "__mp_main__"
+    monkeypatch.setitem(sys.modules, "__mp_main__", main_module)
+    try:
+        by_name = pack(main_module.Thing, main_by_name=True)
+        by_value = pack(main_module.work, main_by_name=False)
+        thing = main_module.Thing
+        monkeypatch.delitem(sys.modules, "__mp_main__")
+        assert unpack(by_name.payload, [], []) is thing
+        vars(main_module).clear()
+        assert unpack(by_value.payload, [], [])() == 7  # type: ignore[operator]
+    finally:
+        if "__mp_main__" in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.unregister_pickle_by_value(types.ModuleType("__mp_main__"))
+
+
+def test_a_module_registered_with_cloudpickle_goes_by_value() -> None:
+    cloudpickle.register_pickle_by_value(importable)
+    try:
+        assert object_trip(importable.decorated) is not importable.decorated
+    finally:
+        cloudpickle.unregister_pickle_by_value(importable)
+    assert object_trip(importable.decorated) is importable.decorated
+
+
+def test_a_lambda_needs_nothing_of_the_module_it_was_written_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = pack(lambda x: x * KILOBYTE, main_by_name=False)
+    monkeypatch.delitem(sys.modules, __name__)
+    function: Any = unpack(packed.payload, [], [])
+    assert function(2) == 2 * KILOBYTE
+
+
+def test_a_missing_class_names_module_and_class() -> None:
+    packed = pack(importable.Derived(), main_by_name=True)
+    damaged = packed.payload.replace(b"Derived", b"Removed")
+    with pytest.raises(UnknownFunction, match=r"'Removed' in module 'tests.*importable'"):
+        unpack(damaged, [], [])
+
+
+def test_a_missing_module_is_named() -> None:
+    packed = pack(importable.Derived(), main_by_name=True)
+    damaged = packed.payload.replace(b"importable", b"impossible")
+    with pytest.raises(UnknownFunction, match="impossible"):
+        unpack(damaged, [], [])
+
+
+def test_an_object_that_cannot_be_rebuilt_says_why() -> None:
+    class Refuses:
+        def __setstate__(self, state: object) -> None:
+            raise ValueError("version 3 is too old")
+
+        def __getstate__(self) -> object:
+            return {"version": 3}
+
+    packed = pack(Refuses(), main_by_name=True)
+    with pytest.raises(SerializationError, match="version 3 is too old") as caught:
+        unpack(packed.payload, [], [])
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("value", [None, torch.ones(2), torch.nn.Parameter(torch.ones(2))])
+def test_a_lone_tensor_or_nothing_needs_no_pickle(value: torch.Tensor | None) -> None:
+    packed = pack(value, main_by_name=True)
+    assert packed.payload == b""
+    assert unpack(packed.payload, packed.tensors, []) is value
+
+
+@pytest.mark.parametrize("payload", [b"\x80", b"\x80garbage", b"garbage", b"\x80\x05\x95"])
+def test_garbage_is_an_error_of_ours(payload: bytes) -> None:
+    with pytest.raises(SerializationError if payload[0] == values.PICKLE else ProtocolError):
+        unpack(payload, [], [])
+
+
+def test_a_payload_with_too_few_tensors_or_references_is_refused(handle_type: type) -> None:
+    for value in (torch.ones(1), handle_type()):
+        packed = pack([value], main_by_name=True)
+        with pytest.raises((ProtocolError, SerializationError)):
+            unpack(packed.payload, [], [])
+
+
+def test_other_unpicklers_refuse_a_payload_with_tensors() -> None:
+    packed = pack([torch.ones(1)], main_by_name=True)
+    with pytest.raises((ImportError, AttributeError, ProtocolError)):
+        pickle.loads(packed.payload)
+
+
+def test_packed_is_small() -> None:
+    packed = pack(((torch.ones(2), 1), {}), main_by_name=True)
+    assert type(packed) is Packed
+    assert len(packed.payload) < 64
+
+
+NO = "worker 'far' runs Python 3.99, this one 3.11: functions do not travel by value between them"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["lambda", "closure", "main", "class"])
+def test_functions_that_cannot_go_by_value_are_refused_by_name(kind: str, nested: bool) -> None:
+    def closure() -> bool:
+        return nested
+
+    class Local:
+        def method(self) -> None: ...
+
+    own = types.FunctionType(compile("0", "x", "eval"), {}, "own")
+    own.__module__, own.__qualname__ = "__main__", "own"
+    value: object
+    value, name = {
+        "lambda": (lambda: 0, "<lambda>"),
+        "closure": (closure, "closure"),
+        "main": (own, "own"),
+        "class": (Local, "method"),
+    }[kind]
+    value = ([value], {}) if nested else value
+    pack(value, main_by_name=False)
+    with pytest.raises(SerializationError, match=f"^{NO}; put '.*{name}' into a module that both"):
+        pack(value, main_by_name=False, not_by_value=NO)
+
+
+def test_what_has_a_name_and_what_is_no_function_travels_between_versions_all_the_same() -> None:
+    tensor = torch.ones(2)
+    named = (importable.decorated, len, torch.add, Batch)
+    for value in (*named, Batch(tensor), Colour.RED, nn.Linear(2, 2)):
+        packed = pack(value, main_by_name=False, not_by_value=NO)
+        assert packed.payload == pack(value, main_by_name=False).payload
+
+
+def test_what_cannot_be_packed_at_all_is_told_as_ever() -> None:
+    with pytest.raises(SerializationError) as caught:
+        pack((threading.Lock(), 1), main_by_name=False, not_by_value=NO)
+    assert NO not in str(caught.value)
+
+
+# The quick pickler
+
+
+class Reduced:
+    """Its copyreg reducer, where a test registers one, returns a text."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Reduced
+
+
+class Meta(type):
+    pass
+
+
+class WithMeta(metaclass=Meta):
+    def __eq__(self, other: object) -> bool:
+        return type(other) is WithMeta
+
+
+class Plain(Tensor):
+    pass
+
+
+class OwnReduction(Tensor):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return importable.plain, (int(self.sum()),)
+
+
+class Nested:
+    """Packs another object while it is packed itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __reduce__(self) -> Any:
+        packed = pack(self.inner, main_by_name=True)
+        return Unpacked, (packed.payload, packed.tensors)
+
+
+def Unpacked(payload: bytes, tensors: list[Tensor]) -> Any:
+    return unpack(payload, tensors, [])
+
+
+class Slots:
+    __slots__ = ("tensor", "text")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.text = tensor, "slots"
+
+
+class Child(dict):  # type: ignore[type-arg]
+    pass
+
+
+class StateOnly:
+    def __init__(self) -> None:
+        self.number = 5
+
+    def __getstate__(self) -> Any:
+        return {"number": self.number + 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    place: tuple[int, ...]
+    tensor: Tensor | None = None
+
+
+@functools.cache
+def many_kinds() -> dict[str, Any]:
+    shared = torch.ones(2)
+    note = torch.ones(1)
+    note.note = {"of": shared}  # type: ignore[attr-defined]
+    own: list[Any] = [shared]
+    own.append(own)
+    return {
+        "numbers": (1, 2.5, 1 + 2j, True, None, "text", b"bytes", bytearray(b"x"), 1 << 100),
+        "containers": [[], {}, {1, 2}, frozenset([3]), {"key": [(shared, shared)]}, own],
+        "tensors": (shared, shared.t(), nn.Parameter(shared), torch.eye(2).to_sparse(), note),
+        "lazy tensors": (torch.ones(2, device="meta"), torch.ones(2, dtype=torch.cfloat).conj()),
+        "subclasses of tensors": (shared.as_subclass(Plain), shared.as_subclass(OwnReduction)),
+        "storage": (torch.arange(3.0).untyped_storage(), torch.channels_last, torch.strided),
+        "dataclasses": (Batch(shared, extra={"a": shared}), Frozen((1, 2), shared)),
+        "named tuple": Point(shared, 2),
+        "enum": [Colour.RED, {Colour.RED: 1}, enum.IntFlag],
+        "classes": (Meta, WithMeta, int, nn.Linear, Batch, Colour, type, type(None), list[int]),
+        "objects": (WithMeta(), Reduced(), Slots(shared), StateOnly(), Child(a=shared)),
+        "functions": (importable.plain, len, "".join, torch.add, torch.ops.aten.add, Tensor.add),
+        "methods": (importable.Derived().method, importable.Derived.make, functools.partial(max)),
+        "module": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+        "ordered": collections.OrderedDict(a=1, b=shared),
+        "default": collections.defaultdict(list, a=[shared]),
+        "torch": (torch.float32, torch.device("cpu"), torch.Size([2]), torch.finfo(torch.half)),
+        "errors": (ValueError("x", shared), KeyError(1)),
+        "others": (
+            range(3),
+            slice(1),
+            Ellipsis,
+            collections.Counter("aab"),
+            collections.deque([1]),
+        ),
+        "scripted": torch.jit.script(nn.ReLU()),
+        "large": ["x" * 70_000, b"y" * 70_000, bytearray(70_000), np.ones((200, 200)).T[:, ::2]],
+        "arrays": (np.ones((200, 200)), np.asfortranarray(np.ones((200, 200))), np.float32(1)),
+        "nested": [Nested([shared, 1]), shared, Nested({"key": Nested(shared)})],
+    }
+
+
+def both(value: Any) -> tuple[Packed, Packed]:
+    """Packs a value by the quick pickler, and by the pickler that looks at each object."""
+    looking = objects._NamePickler(objects._LookingPickler)
+    return objects._pack_by_name(value, True), looking.pack(value)
+
+
+def same(left: Packed, right: Packed) -> None:
+    assert left.payload == right.payload
+    for one, other in ((left.tensors, right.tensors), (left.externals, right.externals)):
+        assert [(type(each), getattr(each, "shape", 0)) for each in one] == [
+            (type(each), getattr(each, "shape", 0)) for each in other
+        ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", many_kinds())
+def test_the_quick_pickler_packs_as_the_one_that_looks(kind: str) -> None:
+    value = many_kinds()[kind]
+    for _ in range(2):
+        quick, looking = both(value)
+        if kind != "scripted":  # The bytes of an archive differ each time.
+            same(quick, looking)
+        unpack(quick.payload, quick.tensors, [])
+
+
+def test_the_quick_pickler_is_used_where_both_run_the_same_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[object] = []
+    pack_quickly = objects._NamePickler.pack
+
+    def noted(pickler: Any, value: object) -> Packed:
+        if not isinstance(pickler.pickler, objects._LookingPickler):
+            used.append(value)
+        return pack_quickly(pickler, value)
+
+    monkeypatch.setattr(objects._NamePickler, "pack", noted)
+    pack((1,), main_by_name=True)
+    pack((lambda: 2,), main_by_name=False)  # Registers the main program with cloudpickle.
+    pack((3,), main_by_name=True)
+    cloudpickle.register_pickle_by_value(importable)
+    try:
+        pack((4,), main_by_name=True)
+    finally:
+        cloudpickle.unregister_pickle_by_value(importable)
+    assert used == [(1,), (3,)]
+
+
+def test_the_quick_pickler_takes_references_out_in_order(handle_type: type) -> None:
+    class Kind(handle_type):  # type: ignore[misc]
+        pass
+
+    first, second, tensor = handle_type(), Kind(), torch.ones(1)
+    for packed in both([first, {"x": [second, tensor]}, first, tensor]):
+        assert packed.externals == [first, second]
+        assert packed.tensors == [tensor]
+        arrived: Any = unpack(packed.payload, [tensor], ["a", "b"])
+        assert arrived == ["a", {"x": ["b", tensor]}, "a", tensor]
+
+
+def test_classes_that_become_references_later_are_taken_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(objects, "_external_types", objects._external_types)
+    pack([Reduced()], main_by_name=True)
+    register_external(Reduced)
+    try:
+        assert len(pack([Reduced()], main_by_name=True).externals) == 1
+    finally:
+        objects._name_picklers.clear()
+
+
+@pytest.fixture
+def own_table(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns copyreg's table; the test's changes are undone."""
+    before = dict(copyreg.dispatch_table)
+    yield copyreg.dispatch_table
+    copyreg.dispatch_table.clear()
+    copyreg.dispatch_table.update(before)
+
+
+def reduced_to(text: str) -> Any:
+    return lambda value: (str, (text,))
+
+
+@pytest.mark.parametrize("value", [Reduced(), WithMeta, torch.ones(1).as_subclass(OwnReduction)])
+def test_reducers_of_copyreg_count_from_their_registration_on(value: Any, own_table: Any) -> None:
+    def arrived() -> list[Any]:
+        return [unpack(each.payload, each.tensors, []) for each in both([value])]
+
+    before = arrived()
+    assert before[0] == before[1] != ["first"]
+    for text in ("first", "second"):  # The second one replaces the first one.
+        own_table[type(value)] = reduced_to(text)
+        assert arrived() == [[text]] * 2
+    del own_table[type(value)]
+    assert arrived() == before
+
+
+def test_reducers_of_our_own_count_from_their_registration_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reducers, "_REDUCERS", dict(reducers._REDUCERS))
+    pack([Reduced()], main_by_name=True)
+    for text in ("first", "second"):
+        reducers.register_reducer(Reduced, reduced_to(text))
+        for packed in both([Reduced()]):
+            assert unpack(packed.payload, [], []) == [text]
+
+
+class Failing:
+    def __reduce__(self) -> Any:
+        raise ValueError("not now")
+
+
+def test_an_error_in_the_middle_leaves_the_quick_pickler_as_it_was() -> None:
+    tensor = torch.ones(3)
+    good = [tensor, {"text": "x" * 100_000}, Batch(tensor)]
+    expected = pack(good, main_by_name=True)
+    for bad in (Failing(), lambda: 1, threading.Lock()):
+        with pytest.raises((ValueError, TypeError, AttributeError, pickle.PicklingError)):
+            objects._pack_by_name([torch.ones(2), "y" * 100_000, bad], True)
+        again = pack(good, main_by_name=True)
+        same(again, expected)
+        assert again.tensors[0] is tensor
+
+
+@frees_functions
+def test_the_quick_pickler_keeps_nothing_of_a_message(handle_type: type) -> None:
+    class Local:
+        pass
+
+    def kept(value: Any, by_value: bool = False) -> list[weakref.ref[Any]]:
+        pack(value, main_by_name=True)
+        return [weakref.ref(each) for each in value]
+
+    found = kept([torch.ones(1), importable.Derived(), handle_type(), nn.Linear(1, 1)])
+    found += kept([Local(), Local, lambda: 1])
+    with pytest.raises(SerializationError):
+        pack([Failing(), threading.Lock()], main_by_name=True)
+    del Local
+    gc.collect()
+    assert [each() for each in found] == [None] * len(found)
+
+
+def test_threads_pack_at_the_same_time() -> None:
+    objects._name_picklers.clear()
+    barrier, wrong = threading.Barrier(8), list[object]()
+
+    def work(number: int) -> None:
+        barrier.wait()
+        for count in range(100):
+            tensor = torch.full((2,), float(number))
+            value = [number, Nested([tensor, count]), {"key": Batch(tensor, str(number))}, Slow()]
+            packed = pack(value, main_by_name=True)
+            first, inner, last, _ = unpack(packed.payload, packed.tensors, [])  # type: ignore[misc]
+            if (first, inner[1], last["key"].label) != (number, count, str(number)):
+                wrong.append((number, first))
+            if [each for each in packed.tensors if each[0] != number]:
+                wrong.append(packed.tensors)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    # One for each thread, and one for each object that packed another meanwhile.
+    assert len(objects._name_picklers) <= 16
+
+
+class Slow:
+    def __reduce__(self) -> Any:
+        time.sleep(0)  # Another thread may run in the middle of a dump.
+        return Slow, ()

@@ -1,0 +1,379 @@
+"""Tests descriptions of tensors from others, and which tensors stand in a message."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import Parameter
+
+from tests.tables import cases
+from tests.thorough import examples
+from torchweft.engine.codec import tensors as codec
+from torchweft.engine.codec import tensors as dtypes
+from torchweft.engine.codec.tensors import (
+    APART,
+    CODES,
+    COMPUTED,
+    ON_DEVICE,
+    PARAMETER,
+    REQUIRES_GRAD,
+    SHARED,
+    STRIDED,
+    as_memory,
+    decode_tensors,
+    describe,
+    encode_tensors,
+    read,
+    rebuild,
+)
+from torchweft.errors import ProtocolError, SerializationError
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("twin")]
+
+HEAD_BYTES = 7
+
+
+def encoded(tensors: Sequence[Tensor]) -> bytes:
+    made = encode_tensors(tensors)
+    assert made is not None
+    return made[0]
+
+
+# Tensors that stand in no message
+
+
+REFUSED: dict[str, Callable[[], list[Tensor]]] = {
+    "sparse": lambda: [torch.eye(2).to_sparse()],
+    "compressed": lambda: [torch.eye(2).to_sparse_csr()],
+    "sparse beside views": lambda: [torch.ones(2, 3).t(), torch.eye(2).to_sparse()],
+    "nested": lambda: [torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])],
+    "quantised": lambda: [torch.quantize_per_tensor(torch.ones(2), 0.5, 3, torch.quint8)],
+    "meta": lambda: [torch.ones(2, device="meta")],
+    "conjugate": lambda: [torch.ones(2, dtype=torch.complex64).conj()],
+    "negated": lambda: [torch._neg_view(torch.ones(2))],  # type: ignore[attr-defined]
+    "conjugate that requires grad": lambda: [
+        torch.ones(2, dtype=torch.complex64, requires_grad=True).conj()
+    ],
+    "lazy zero": lambda: [torch._efficientzerotensor(3)],  # type: ignore[attr-defined]
+    "one that is too large": lambda: [torch.zeros(codec.LIMIT_BYTES)],
+    "too large together": lambda: [torch.zeros(codec.LIMIT_BYTES // 6) for _ in range(2)],
+    "many that are too large": lambda: [
+        torch.zeros(codec.FURTHER_BYTES * 4, dtype=torch.uint8) for _ in range(20)
+    ],
+    "too large with their heads": lambda: [
+        torch.zeros(1, dtype=torch.uint8) for _ in range(codec.MESSAGE_LIMIT_BYTES // 16 + 1)
+    ],
+}
+
+
+@pytest.fixture
+def no_shared_ranges() -> Iterator[None]:
+    before = dict(codec.shared_ranges)
+    codec.shared_ranges.clear()
+    yield
+    codec.shared_ranges.clear()
+    codec.shared_ranges.update(before)
+
+
+@pytest.mark.usefixtures("no_shared_ranges")
+@pytest.mark.parametrize("is_shared_somewhere", [False, True])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_tensors_that_need_buffers_are_refused(kind: str, is_shared_somewhere: bool) -> None:
+    if is_shared_somewhere:
+        codec.shared_ranges[1 << 60] = (1 << 60) + 1
+    tensors = REFUSED[kind]()
+    assert encode_tensors(tensors) is None
+    assert encode_tensors([torch.ones(1), *tensors]) is None
+
+
+@pytest.mark.usefixtures("no_shared_ranges")
+def test_tensors_in_memory_that_a_program_shares_are_refused() -> None:
+    memory = torch.zeros(100)
+    start = memory.data_ptr()
+    codec.shared_ranges[start] = start + memory.nbytes
+    for tensor in (memory, memory[5:6], memory.view(10, 10).t(), Parameter(memory[3:])):
+        assert encode_tensors([tensor]) is None
+        assert encode_tensors([torch.ones(1), tensor]) is None
+    assert encode_tensors([torch.ones(1)]) is not None
+    codec.shared_ranges.clear()
+    assert encode_tensors([memory]) is not None
+
+
+@pytest.mark.parametrize("beside", [[], [torch.ones(4, 4).t()], [torch.ones(4)[:3]] * 2])
+def test_nothing_is_copied_before_a_tensor_is_refused(
+    monkeypatch: pytest.MonkeyPatch, beside: list[Tensor]
+) -> None:
+    def copy(*_: object) -> None:
+        raise AssertionError("memory was copied")
+
+    large = torch.zeros(codec.LIMIT_BYTES * 4, 4)[:, ::2]
+    monkeypatch.setattr(codec, "string_at", copy)
+    monkeypatch.setattr(codec, "flatten", copy)
+    for refused in (torch.ones(4, 4, device="meta").t(), large, large.t()):
+        assert encode_tensors([refused, *beside]) is None
+        assert encode_tensors([*beside, refused]) is None
+
+
+def test_the_limit_counts_every_byte() -> None:
+    most = codec.LIMIT_BYTES - HEAD_BYTES - 8
+    data = encoded([torch.zeros(most, dtype=torch.uint8)])
+    assert len(data) == codec.LIMIT_BYTES
+    assert decode_tensors(data, 0)[0][0].numel() == most
+    assert encode_tensors([torch.zeros(most + 1, dtype=torch.uint8)]) is None
+
+
+def test_many_small_tensors_stand_in_their_message_beyond_the_limit_of_one() -> None:
+    rows = list(torch.arange(100 * 1024.0).view(100, 1024))  # 400 KiB
+    assert all(map(torch.equal, decode_tensors(encoded(rows), 0)[0], rows))
+    halves = [each for row in rows for each in (row[:600], row[400:])]  # Of one storage each.
+    assert all(map(torch.equal, decode_tensors(encoded(halves), 0)[0], halves))
+
+
+# Malformed bytes
+
+
+FLOAT, BOOL, INT = CODES[torch.float32], CODES[torch.bool], CODES[torch.int32]
+
+
+def entry(
+    code: int, flags: int, sizes: tuple[int, ...], memory: bytes, ndim: int = -1, size: int = -1
+) -> bytes:
+    ndim = len(sizes) // (2 if flags & STRIDED else 1) if ndim < 0 else ndim
+    size = len(memory) if size < 0 else size
+    return struct.pack(f"<BBBI{len(sizes)}Q", code, flags, ndim, size, *sizes) + memory
+
+
+HUGE = 1 << 63
+VIEW = STRIDED | SHARED
+MALFORMED = {
+    "cut in its head": b"\7\0\1\4",
+    "cut in its sizes": entry(FLOAT, 0, (1,), b"", ndim=2, size=4),
+    "cut in its strides": entry(FLOAT, STRIDED, (1, 1, 1), b"", ndim=2, size=4),
+    "cut in its memory": entry(FLOAT, 0, (1,), b"123", size=4),
+    "cut in its memory of more dimensions": entry(FLOAT, 0, (1, 1), b"123", size=4),
+    "without memory": entry(FLOAT, 0, (1,), b"", size=4),
+    "more memory than its shape": entry(FLOAT, 0, (1,), bytes(8)),
+    "more memory than its dimensions": entry(FLOAT, 0, (1, 1), bytes(8)),
+    "less memory than its shape": entry(FLOAT, 0, (3,), bytes(8)),
+    "less memory than its dimensions": entry(FLOAT, 0, (3, 1), bytes(8)),
+    "a number without memory": entry(FLOAT, 0, (), b""),
+    "part of an element": entry(FLOAT, 0, (1,), bytes(5)),
+    "memory of an empty tensor": entry(FLOAT, 0, (0,), bytes(4)),
+    "an unknown dtype": entry(250, 0, (1,), bytes(4)),
+    "a number of bfloat16 that is cut short": entry(CODES[torch.bfloat16], 0, (2,), bytes(3)),
+    "an unknown flag": entry(FLOAT, 128, (1,), bytes(4)),
+    "memory apart": entry(FLOAT, APART, (1,), b""),
+    "a device": entry(FLOAT, ON_DEVICE, (1, 255), bytes(4), ndim=1),
+    "an empty tensor with strides": entry(FLOAT, STRIDED, (0, 1), b""),
+    "a view of a later tensor": entry(FLOAT, VIEW, (1, 1, 0, 9), b"", ndim=1),
+    "a view of a tensor that shares nothing": entry(FLOAT, VIEW, (1, 1, 0, 0), b"", ndim=1),
+    "a view that leaves its own memory": entry(FLOAT, VIEW, (2, 1, 0, 0), bytes(4), ndim=1),
+    "a view with an offset beyond its memory": entry(FLOAT, VIEW, (1, 1, 1, 0), bytes(4), ndim=1),
+    "shared memory": entry(FLOAT, SHARED, (1,), bytes(4)),
+    "an integer that requires grad": entry(INT, REQUIRES_GRAD, (1,), bytes(4)),
+    "an integer parameter that requires grad": entry(
+        INT, REQUIRES_GRAD | PARAMETER, (1,), bytes(4)
+    ),
+    "a computed integer": entry(INT, COMPUTED, (1,), bytes(4)),
+    "a computed tensor that requires no grad": entry(FLOAT, COMPUTED, (1,), bytes(4)),
+    "a computed parameter that requires no grad": entry(
+        FLOAT, COMPUTED | PARAMETER, (1,), bytes(4)
+    ),
+    "strides beyond its memory": entry(FLOAT, STRIDED, (2, 5), bytes(8)),
+    "strides short of its memory": entry(FLOAT, STRIDED, (2, 1), bytes(12)),
+    "strides that overflow": entry(FLOAT, STRIDED, (2, HUGE - 1), bytes(4)),
+    "strides that overflow to little": entry(FLOAT, STRIDED, (5, HUGE), bytes(4)),
+    "a stride that is negative": entry(FLOAT, STRIDED, (2, (1 << 64) - 1), bytes(4)),
+    "a size that is negative": entry(FLOAT, STRIDED, ((1 << 64) - 1, 0), bytes(4)),
+    "sizes that overflow": entry(FLOAT, 0, (1 << 40, 1 << 40), bytes(4)),
+    "sizes that overflow to nothing": entry(FLOAT, 0, (1 << 32, 1 << 32), b""),
+    "sizes that overflow by their bytes": entry(FLOAT, 0, (1 << 62,), b""),
+    "strided sizes that overflow": entry(FLOAT, STRIDED, (1 << 40, 1 << 40, 0, 0), bytes(4)),
+    "an empty shape of impossible sizes": entry(FLOAT, 0, (0, 1 << 62, 1 << 62), b""),
+    "an empty shape of sizes no tensor has": entry(FLOAT, 0, (0, HUGE), b""),
+    "flags, and too little memory": entry(FLOAT, REQUIRES_GRAD, (2,), bytes(4)),
+    "flags, and memory cut short": entry(FLOAT, REQUIRES_GRAD, (2,), bytes(4), size=8),
+}
+
+
+@cases("kind", MALFORMED)
+def test_malformed_bytes_are_a_protocol_error(kind: str) -> None:
+    good = entry(FLOAT, 0, (1,), bytes(4))
+    for data in (MALFORMED[kind], good + MALFORMED[kind], bytearray(MALFORMED[kind])):
+        with pytest.raises(ProtocolError):
+            decode_tensors(data, 0)
+
+
+def test_more_bytes_than_are_ever_sent_this_way_are_refused_unread() -> None:
+    one = entry(BOOL, 0, (0,), b"")
+    many = one * (codec.MESSAGE_LIMIT_BYTES // len(one))
+    assert len(decode_tensors(b"head" + many, 4)[0]) == codec.MESSAGE_LIMIT_BYTES // len(one)
+    with pytest.raises(ProtocolError, match="bytes"):
+        decode_tensors(b"head" + many + one, 4)
+
+
+def lies_inside(tensor: Tensor) -> bool:
+    if not tensor.numel():
+        return True
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    end = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in pairs)
+    return end * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def decode_anything(data: bytes) -> None:
+    try:
+        tensors, flags = decode_tensors(data, 0)
+    except (ProtocolError, SerializationError):
+        return
+    assert len(flags) in (0, len(tensors))
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    assert sum(storage.nbytes() for storage in storages.values()) <= len(data)
+    for tensor in tensors:
+        assert lies_inside(tensor), (tensor.shape, tensor.stride())
+    for tensor, flag in zip(tensors, flags, strict=False):
+        assert not flag & ~(REQUIRES_GRAD | PARAMETER | COMPUTED | SHARED)
+        assert not flag & REQUIRES_GRAD or tensor.is_floating_point() or tensor.is_complex()
+
+
+@settings(max_examples=examples(500))
+@given(st.binary(max_size=60))
+def test_any_bytes_are_tensors_inside_of_them_or_a_typed_error(data: bytes) -> None:
+    decode_anything(data)
+
+
+@settings(max_examples=examples(500))
+@given(
+    st.integers(0, 16),
+    st.sampled_from([0, 1, 2, 3, STRIDED, STRIDED | 1, STRIDED | 17]),
+    st.lists(st.sampled_from([0, 1, 2, 3, 4, 7, 1 << 31, 1 << 32, 1 << 62, HUGE]), max_size=6),
+    st.integers(0, 40),
+)
+def test_any_sizes_and_strides_stay_inside_of_the_bytes(
+    code: int, flags: int, sizes: list[int], size_bytes: int
+) -> None:
+    if flags & STRIDED and len(sizes) % 2:
+        sizes.pop()
+    decode_anything(entry(code, flags, tuple(sizes), bytes(size_bytes)))
+
+
+@settings(max_examples=examples(300))
+@given(st.data())
+def test_damaged_tensors_are_tensors_or_a_typed_error(data: st.DataObject) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    computed = torch.ones(2, 2, requires_grad=True) * 2
+    views = [base[1:], base[:2].t()] if data.draw(st.booleans()) else [base.t()]
+    whole = encoded([torch.ones(2, 3), *views, computed, Parameter(torch.ones(1))])
+    damaged = bytearray(whole)
+    place = data.draw(st.integers(0, len(whole) - 1))
+    damaged[place] = data.draw(st.integers(0, 255))
+    for sent in (damaged, whole[:place], whole + bytes(damaged[:1])):
+        decode_anything(bytes(sent))
+
+
+@pytest.mark.parametrize("flags", [0, PARAMETER, STRIDED])
+def test_every_number_of_a_dtype_is_read_or_a_typed_error(flags: int) -> None:
+    for code in range(len(dtypes._DTYPE_NAMES) + 2):
+        for size_bytes in (0, 16, 32):
+            count = size_bytes // 16
+            decode_anything(entry(code, flags, (count, 1)[: 2 if flags else 1], bytes(size_bytes)))
+
+
+@pytest.mark.parametrize("flags", [0, STRIDED, REQUIRES_GRAD])
+def test_a_dtype_that_only_other_workers_have_is_named(
+    monkeypatch: pytest.MonkeyPatch, flags: int
+) -> None:
+    code = CODES[torch.float8_e5m2]
+    monkeypatch.setattr(
+        dtypes, "_DTYPES", (*dtypes._DTYPES[:code], None, *dtypes._DTYPES[code + 1 :])
+    )
+    monkeypatch.setattr(codec, "native", None)  # It has no number of a dtype that torch lacks.
+    sizes = (1, 1) if flags & STRIDED else (1,)
+    with pytest.raises(SerializationError, match="float8_e5m2"):
+        decode_tensors(entry(code, flags, sizes, bytes(1)), 0)
+
+
+# Descriptions of memory that is apart
+
+
+def test_the_wrong_number_of_buffers_is_noticed() -> None:
+    table, buffers = describe([torch.ones(2), torch.ones(3)])
+    arrived = [bytearray(as_memory(buffer)) for buffer in buffers]
+    for wrong in ([], arrived[:1], [*arrived, bytearray(8)]):
+        with pytest.raises(ProtocolError, match="buffers"):
+            rebuild(read(table), wrong)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(4), torch.ones(2, 2).t(), torch.ones(1).expand(4)])
+def test_a_short_buffer_is_noticed(tensor: Tensor) -> None:
+    table, (buffer,) = describe([tensor])
+    with pytest.raises(ProtocolError, match="needs"):
+        rebuild(read(table), [bytearray(as_memory(buffer))[:-1]])
+
+
+def test_a_view_beyond_its_buffer_is_noticed() -> None:
+    base = torch.arange(8.0)
+    table, (buffer,) = describe([base[:6], base[2:]])
+    with pytest.raises(ProtocolError, match="leaves the memory"):
+        rebuild(read(table), [bytearray(as_memory(buffer))[:-4]])
+
+
+FUZZ_BUFFERS = [bytearray(16), bytearray(48)]
+STEPS = torch.ones(6)
+FUZZ_TABLES = [
+    describe(tensors)[0]
+    for tensors in (
+        [torch.ones(4), torch.ones(3, 4)],
+        [torch.ones(4), torch.ones(3, 4).t()],
+        [torch.ones(4), torch.ones(12, dtype=torch.int32), torch.ones(0)],
+        [STEPS, STEPS[1:], STEPS[2:], torch.ones(4)],
+    )
+]
+
+
+@settings(max_examples=examples(200))
+@given(st.data())
+def test_a_damaged_table_never_reaches_outside_of_the_buffers(data: st.DataObject) -> None:
+    table = bytearray(data.draw(st.sampled_from(FUZZ_TABLES)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(table) - 1))
+        table[place] = data.draw(st.sampled_from([0, 1, 2, 4, 8, 12, 32, 44, 127, 128, 255]))
+    if data.draw(st.booleans()):
+        table = table[: data.draw(st.integers(0, len(table)))]
+    for buffers in (FUZZ_BUFFERS, FUZZ_BUFFERS[:1]):
+        try:
+            tensors, _ = rebuild(read(table), buffers)
+        except (ProtocolError, SerializationError):
+            continue
+        assert all(map(lies_inside, tensors))
+
+
+@settings(max_examples=examples(100))
+@given(st.binary(max_size=80))
+def test_random_bytes_are_no_table(table: bytes) -> None:
+    try:
+        tensors, _ = rebuild(read(table), FUZZ_BUFFERS)
+    except (ProtocolError, SerializationError):
+        return
+    assert all(map(lies_inside, tensors))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.ones(1) for _ in range(4)],
+        [torch.empty(0) for _ in range(4)],
+        list(torch.ones(4).unbind()),
+        [STEPS] * 4,
+    ],
+)
+def test_more_tensors_than_the_limit_are_refused(tensors: list[Tensor]) -> None:
+    table, _ = describe(tensors)
+    assert len(read(table, limit=4)) == 4
+    with pytest.raises(SerializationError, match="'ps' accepts at most 3; stack some of them"):
+        read(table, limit=3, worker="ps")

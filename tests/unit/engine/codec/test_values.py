@@ -1,0 +1,781 @@
+"""Tests round trips of values by both encoders, and bytes that encode no such values."""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.free_encoder import Made, pack_freely
+from tests.tables import cases
+from tests.thorough import examples
+from tests.unit.engine.codec import admitted
+from tests.unit.engine.codec.trips import raw, tensor_trip
+from torchweft.engine.codec import reducers, values
+from torchweft.engine.codec import values as tags
+from torchweft.engine.codec.objects import pack, pack_plain, unpack
+from torchweft.engine.codec.reading import make_reader
+from torchweft.errors import (
+    CallError,
+    LaunchError,
+    ProtocolError,
+    RendezvousTimeout,
+    SerializationError,
+    UnknownFunction,
+    WorkerLost,
+)
+from torchweft.ids import ReferenceId, WorkerInfo
+from torchweft.optim.local import GroupPart
+
+pytestmark = pytest.mark.usefixtures("twin")
+
+
+def trip(value: Any) -> Any:
+    packed = pack_plain(value, main_by_name=True)
+    tensors = tensor_trip(*packed.tensors)
+    if not packed.payload:
+        return tensors[0] if tensors else None
+    return values.decode(packed.payload, tensors, packed.externals)
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(min_value=-(1 << 200), max_value=1 << 200)
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text()
+    | st.binary()
+)
+KEYS = st.integers() | st.text() | st.binary() | st.tuples(st.integers(), st.text())
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(KEYS, inner)
+        | st.sets(KEYS)
+        | st.frozensets(KEYS)
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_plain_values_come_back_equal_and_of_the_same_types(value: Any) -> None:
+    arrived = trip(value)
+    assert arrived == value
+    assert typed(arrived) == typed(value)
+
+
+def typed(value: Any) -> Any:
+    """Returns the types in a value: 1, 1.0 and True are equal, as are 0.0 and -0.0."""
+    if isinstance(value, dict):
+        return [(typed(key), typed(each)) for key, each in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return type(value), sorted(repr(typed(each)) for each in value)
+    if isinstance(value, (list, tuple)):
+        return type(value), [typed(each) for each in value]
+    return type(value), repr(value)
+
+
+def test_numbers_at_the_edges() -> None:
+    edge = 1 << 63
+    numbers = [0, -1, 127, 128, edge - 1, edge, -edge + 1, -edge, -edge - 1, 1 << 4000]
+    numbers += [-(1 << 4000), -0.0, math.inf]
+    arrived = trip(numbers)
+    assert arrived == numbers
+    assert math.copysign(1, arrived[-2]) == -1
+    assert math.isnan(trip((math.nan,))[0])
+    assert trip(("\ud800",)) == ("\ud800",)
+
+
+@cases(
+    "value",
+    [
+        torch.float32,
+        torch.quint8,
+        torch.sparse_coo,
+        torch.channels_last,
+        torch.device("cpu"),
+        torch.device("cuda", 1),
+        torch.Size([2, 3]),
+        torch.add,
+        torch.nn.Linear,
+        torch.ops.aten.add.Tensor,
+        admitted.add,
+        admitted.Model,
+        int,
+        WorkerInfo("ps", 1),
+        ReferenceId(1, 2, 3),
+        GroupPart(0, {"lr": 0.1}, [1, 2], []),
+    ],
+)
+def test_what_else_is_plain(value: Any) -> None:
+    arrived = trip((value,))[0]
+    assert arrived == value
+    assert type(arrived) is type(value)
+
+
+def test_errors_of_weft_are_plain() -> None:
+    for error in (
+        CallError("no", worker="ps", call="f", elapsed_s=1.5),
+        WorkerLost("gone", worker="ps", since=1.0, cause="end of file"),
+        RendezvousTimeout("late", missing=(1, 3), elapsed_s=2.5),
+        LaunchError("worker 2 died", worker="ps", exit_code=-9),
+    ):
+        arrived = trip((error,))[0]
+        assert type(arrived) is type(error)
+        assert (str(arrived), vars(arrived)) == (str(error), vars(error))
+
+
+def test_notes_of_an_error_stay_behind_where_it_is_a_plain_value() -> None:
+    error = CallError("no", worker="ps")
+    error.__notes__ = ["a note"]  # type: ignore[attr-defined]
+    arrived = trip((error,))[0]
+    assert type(arrived) is CallError
+    assert vars(arrived) == {"worker": "ps", "call": "", "elapsed_s": 0.0}
+
+
+def test_a_state_of_a_module_is_plain() -> None:
+    state = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict()
+    arrived = trip(state)
+    assert type(arrived) is OrderedDict
+    assert list(arrived) == list(state)
+    assert all(torch.equal(arrived[key], state[key]) for key in state)
+    assert arrived._metadata == state._metadata  # type: ignore[attr-defined]
+
+
+# Tensors
+
+
+TABLE = torch.arange(12.0).reshape(3, 4)
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "dense": lambda: TABLE,
+    "transposed": lambda: TABLE.T,
+    "bfloat16": lambda: TABLE.to(torch.bfloat16),
+    "conjugate": lambda: TABLE.to(torch.complex64).conj(),
+    "empty": lambda: torch.empty(0, 3),
+    "scalar": lambda: torch.tensor(3),
+    "parameter": lambda: nn.Parameter(torch.ones(2)),
+    "frozen parameter": lambda: nn.Parameter(torch.ones(2), requires_grad=False),
+    "requires grad": lambda: torch.ones(2, requires_grad=True),
+    "sparse": lambda: TABLE.to_sparse(),
+}
+
+
+OTHER_KINDS: dict[str, Callable[[], Tensor]] = {
+    "compressed": lambda: TABLE.to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(TABLE, 0.5, 3, torch.quint8),
+    "quantised by channel": lambda: torch.quantize_per_channel(
+        TABLE, torch.ones(3), torch.zeros(3, dtype=torch.int64), 0, torch.qint8
+    ),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "meta": lambda: torch.empty(2, device="meta"),
+}
+
+
+@cases("kind", KINDS)
+def test_tensors_that_are_dense_or_sparse(kind: str) -> None:
+    tensor = KINDS[kind]()
+    (arrived,) = trip([tensor])
+    assert type(arrived) is type(tensor)
+    assert (arrived.dtype, arrived.layout) == (tensor.dtype, tensor.layout)
+    assert arrived.requires_grad == tensor.requires_grad
+    both = [each if each.layout is torch.strided else each.to_dense() for each in (arrived, tensor)]
+    assert both[0].shape == both[1].shape
+    assert raw(both[0]) == raw(both[1])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_tensors_of_other_kinds_are_refused_with_what_to_send(kind: str) -> None:
+    with pytest.raises(SerializationError, match="dense equivalent"):
+        pack_plain([OTHER_KINDS[kind]()], main_by_name=True)
+
+
+@pytest.mark.parametrize(
+    ("indices", "shape", "is_coalesced"),
+    [
+        ([[0, 1 << 40]], (3,), False),
+        ([[0, -1]], (3,), False),
+        ([[1, 1]], (3,), True),
+        ([[1, 0]], (3,), True),
+        ([[0, 1]], (3, 3), False),
+        ([[0]], (3,), False),
+        ([[0, 1]], (-3,), False),
+    ],
+)
+def test_a_sparse_tensor_that_lies_is_refused(
+    indices: list[list[int]], shape: tuple[int, ...], is_coalesced: bool
+) -> None:
+    made = torch.tensor(indices)
+    name = b"torchweft.engine.codec.reducers:_sparse_coo"
+    arguments = pack_plain((made, torch.ones(2), shape, is_coalesced), main_by_name=True)
+    content = payload(counted(tags.MADE, len(name)), name, arguments.payload)
+    with pytest.raises(ProtocolError):
+        values.decode(content, arguments.tensors, ())
+
+
+def test_the_indices_of_a_sparse_tensor_cannot_be_changed_afterwards() -> None:
+    indices = torch.tensor([[0, 1]])
+    made = reducers._sparse_coo(indices, torch.ones(2), (3,), True)
+    indices.fill_(1 << 40)
+    assert made.to_dense().tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "name", ["detach", "grad", "_backward_hooks", "__class__", "copy", "clear"]
+)
+def test_attributes_do_not_hide_what_a_class_has(name: str) -> None:
+    attribute = counted(tags.TEXT, len(name)) + name.encode() + NONE
+    of_tensor = bytes((tags.ATTRIBUTED,)) + counted(tags.TENSOR, 0)
+    of_dict = counted(tags.ORDERED, 0)
+    contents = [of_tensor] if hasattr(Tensor, name) else []
+    contents += [of_dict] if hasattr(OrderedDict, name) else []
+    for content in contents:
+        with pytest.raises(ProtocolError, match="would hide"):
+            values.decode(
+                payload(content, counted(tags.DICTIONARY, 1), attribute), [torch.ones(1)], ()
+            )
+
+
+def test_views_go_on_sharing_memory_and_a_tensor_in_two_places_is_one() -> None:
+    base = torch.zeros(6)
+    arrived = trip({"base": base, "row": base[:3], "again": [base]})
+    assert arrived["again"][0] is arrived["base"]
+    arrived["row"].fill_(1)
+    assert arrived["base"].tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_attributes_of_a_tensor_travel() -> None:
+    tensor: Any = torch.ones(2)
+    tensor.tag = {"step": 3}
+    (arrived,) = trip([tensor])
+    assert arrived.tag == {"step": 3}
+
+
+def test_a_list_in_two_places_is_one_and_may_be_in_itself() -> None:
+    shared: list[Any] = [1]
+    first, second = trip((shared, {"again": shared}))
+    assert first is second["again"]
+    shared.append(shared)
+    (arrived,) = trip((shared,))
+    assert arrived[1] is arrived
+
+
+# Values that are not plain
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+class Named(dict):  # type: ignore[type-arg]
+    pass
+
+
+class MyTensor(Tensor):
+    pass
+
+
+@cases(
+    "value",
+    [
+        admitted.Model(),
+        Color.RED,
+        Pair(1, 2),
+        Named(),
+        np.array([object()]),
+        np.zeros(1, dtype=[("x", "i4")]),
+        bytearray(2),
+        range(3),
+        ValueError("x"),
+        threading.Lock(),
+        lambda: 1,
+        admitted.Model().scale,
+        admitted.half,
+        torch.ones(2).as_subclass(MyTensor),
+        nn.Linear(1, 1),
+        object(),
+    ],
+)
+def test_anything_else_is_refused_with_its_place_and_type(value: Any) -> None:
+    call = ((1, {"deep": [value]}), {})
+    with pytest.raises(SerializationError) as caught:
+        pack_plain(call, main_by_name=True)
+    text = str(caught.value)
+    assert "args[1]['deep'][0]" in text
+    assert type(value).__name__ in text or "__self__" in text
+    assert "strict" in text or "lock" in text
+    assert not isinstance(value, np.ndarray) or f"no numpy.ndarray of dtype {value.dtype};" in text
+
+
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.arange(6.0).reshape(2, 3).T,
+        np.arange(6)[::2],
+        np.zeros((0, 3)),
+        np.array(3),
+        np.array(["a", "bc"]),
+        np.array(["2020-01-01"], dtype="M8[D]"),
+        np.arange(3, dtype=">i4"),
+        np.arange(20_000.0),
+        np.arange(20_000.0).reshape(100, 200).T,
+        np.arange(40_000.0).reshape(100, 400)[:, ::3],
+        np.arange(20_000, dtype=">i4"),
+        np.arange(20_000).astype("M8[s]"),
+        np.array(["a", "bcd"] * 5_000),
+        read_only(np.arange(20_000)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("packer", [pack, pack_plain])
+def test_arrays_survive(value: Any, packer: Any) -> None:
+    packed = packer([value, 1], main_by_name=True)
+    assert len(packed.payload) < 1000  # The memory of a large one travels as that of a tensor.
+    arrived = unpack(packed.payload, packed.tensors, packed.externals)[0]
+    assert type(arrived) is np.ndarray
+    assert (arrived.dtype, arrived.shape) == (value.dtype, value.shape)
+    assert np.array_equal(arrived, value)
+    assert arrived.flags.writeable
+    if value.flags.contiguous or value.flags.f_contiguous:
+        assert arrived.flags.f_contiguous == value.flags.f_contiguous
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(0.5),
+        np.int64(3),
+        np.bool_(True),
+        np.str_("x"),
+        np.complex64(1j),
+        np.float64(2),
+        PurePosixPath("/a/b"),
+        Path("here"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("packer", [pack, pack_plain])
+def test_scalars_of_numpy_and_paths_survive(value: Any, packer: Any) -> None:
+    packed = packer([value], main_by_name=True)
+    (arrived,) = unpack(packed.payload, packed.tensors, packed.externals)
+    assert type(arrived) is type(value)
+    assert arrived == value
+
+
+@cases(
+    "call",
+    [
+        ("_array", ("O", (1,), bytes(8), "C")),
+        ("_array", ("i4,O", (1,), bytes(16), "C")),
+        ("_array", ("f8", (1 << 40,), bytes(8), "C")),
+        ("_array", ("f8", (1,), bytes(16), "C")),
+        ("_array", ("f8", (1,), "a text", "C")),
+        ("_array", (8, (1,), bytes(8), "C")),
+        ("_scalar", ("O", bytes(8))),
+        ("_scalar", ("f8", bytes(4))),
+        ("_array_of_tensor", (torch.ones(1, requires_grad=True).to_sparse(),)),
+        ("_array_of_tensor", (1,)),
+        ("_array_in_tensor", ("O", (1,), torch.zeros(8, dtype=torch.uint8), "C")),
+        ("_array_in_tensor", ("f8", (2,), torch.zeros(8, dtype=torch.uint8), "C")),
+        ("_array_in_tensor", ("f8", (1,), torch.zeros(16, dtype=torch.uint8), "C")),
+        ("_array_in_tensor", ("f8", (1,), torch.zeros(1), "C")),
+        ("_array_in_tensor", ("f8", (1,), bytes(8), "C")),
+        (
+            "_array_in_tensor",
+            ("f8", (1 << 50,), torch.zeros(1, dtype=torch.uint8).expand(8 << 50), "C"),
+        ),
+        ("_path", ("PosixPath", 3)),
+        ("_path", ("Path", "x")),
+    ],
+)
+def test_false_parts_of_arrays_and_paths_are_refused(call: tuple[str, Any]) -> None:
+    packed = pack_freely(Made(f"torchweft.engine.codec.reducers:{call[0]}", call[1]))
+    with pytest.raises(ProtocolError):
+        unpack(packed.payload, packed.tensors, packed.externals)
+
+
+def test_nesting_has_a_limit() -> None:
+    deep: Any = 1
+    for _ in range(1000):
+        deep = [deep]
+    with pytest.raises(SerializationError, match="nested too deeply"):
+        pack_plain((deep,), main_by_name=True)
+
+
+# Invalid bytes
+
+
+def payload(*parts: bytes) -> bytes:
+    return b"".join(parts)
+
+
+def counted(tag: int, count: int) -> bytes:
+    return struct.pack("<BI", tag, count)
+
+
+NONE = bytes((tags.NONE,))
+
+
+@cases(
+    "content",
+    [
+        payload(),
+        payload(bytes((200,))),
+        payload(NONE, NONE),
+        payload(bytes((tags.INTEGER,)), b"1234567"),
+        payload(bytes((tags.FLOAT,)), b"1234567"),
+        payload(bytes((tags.COMPLEX,)), b"123456789012345"),
+        payload(bytes((tags.HOME,)), bytes(23)),
+        payload(bytes((tags.HOME,)), bytes(24)),
+        payload(counted(tags.BIG_INTEGER, 9), b"1"),
+        payload(bytes((values.PICKLE,))),
+        payload(counted(tags.TEXT, 1 << 31)),
+        payload(counted(tags.TEXT, 1), b"\xff"),
+        payload(counted(tags.LIST, 0xFFFFFFFF)),
+        payload(counted(tags.TUPLE, 0xFFFFFFFF)),
+        payload(counted(tags.TUPLE, 2), NONE),
+        payload(counted(tags.TUPLE, 1), NONE, NONE),
+        payload(counted(tags.TUPLE, 1), counted(tags.TENSOR, 1 << 31)),
+        payload(counted(tags.SET, 1), counted(tags.LIST, 0)),
+        payload(counted(tags.DICTIONARY, 1), counted(tags.LIST, 0), NONE),
+        payload(counted(tags.AGAIN, 0)),
+        payload(counted(tags.TENSOR, 0)),
+        payload(counted(tags.REFERENCE, 0)),
+        payload(counted(tags.TORCH, 4), b"load"),
+        payload(bytes((tags.SIZE,)), counted(tags.TEXT, 1), b"x"),
+        payload(bytes((tags.ATTRIBUTED,)), NONE, counted(tags.DICTIONARY, 0)),
+        payload(counted(tags.MADE, 9), b"os:system", counted(tags.TUPLE, 0)),
+        payload(counted(tags.MADE, 20), b"torchweft.ids:ReferenceId", counted(tags.TUPLE, 0)),
+        payload(counted(tags.MADE, 20), b"torchweft.ids:ReferenceId", NONE),
+        payload(counted(tags.LIST, 1) * 10_000, NONE),
+        payload(*[bytes((tags.ATTRIBUTED,))] * 10_000),
+    ],
+)
+def test_malformed_bytes_are_a_protocol_error(content: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        values.decode(content, (), ())
+
+
+def test_any_change_of_good_bytes_is_a_value_or_a_typed_error() -> None:
+    value = ({"a": [1, 2.5, "text", (None, True)], "b": {1, 2}}, WorkerInfo("ps", 1), torch.int8)
+    good = pack_plain(value, main_by_name=True).payload
+    chance = random.Random(7)
+    for _ in range(3000):
+        changed = bytearray(good)
+        for _ in range(chance.randint(1, 3)):
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+        try:
+            values.decode(bytes(changed[: chance.randint(1, len(changed))]), (), (), _nothing)
+        except (ProtocolError, UnknownFunction, ValueError):
+            pass  # ValueError: a ConfigurationError for an invalid worker name.
+
+
+def _nothing(name: bytes) -> Any:
+    raise UnknownFunction(f"no {name!r}")
+
+
+def test_an_error_is_made_of_errors_of_weft_only() -> None:
+    name = b"torchweft.errors:_rebuild_with_fields"
+    content = payload(
+        counted(tags.MADE, len(name)),
+        name,
+        counted(tags.TUPLE, 3),
+        counted(tags.NAME, 12),
+        b"posix:system",
+        counted(tags.TEXT, 4),
+        b"true",
+        counted(tags.DICTIONARY, 0),
+    )
+    with pytest.raises(ProtocolError, match="makes an error of"):
+        values.decode(content, (), ())
+
+
+def test_a_value_is_not_taken_for_a_pickle() -> None:
+    assert max(each for name, each in vars(tags).items() if _is_tag(name, each)) < values.PICKLE
+    assert pack_plain((1,), main_by_name=True).payload[0] == tags.TUPLE
+    assert pack((1,), main_by_name=True).payload[0] == values.PICKLE
+    payload = pack_plain((1, [2]), main_by_name=True).payload
+    for read in (unpack, make_reader(["torch"], False, "ps").unpack):
+        assert read(payload, [], []) == (1, [2])
+
+
+_LIMITS = (
+    *("PICKLE", "DEPTH_LIMIT", "UNFOLDING", "UNFOLDED_FLOOR_BYTES", "CONTAINER_BYTES"),
+    "KEYS_AT_ONCE",
+)
+
+
+def _is_tag(name: str, value: object) -> bool:
+    is_public = name.isupper() and not name.startswith("_")
+    return is_public and type(value) is int and name not in _LIMITS
+
+
+def test_every_tag_has_a_reader_and_a_number_of_its_own() -> None:
+    numbers = [each for name, each in vars(tags).items() if _is_tag(name, each)]
+    assert sorted(numbers) == list(range(len(values._READERS)))
+
+
+# Values that both encoders take
+
+
+def encoded(given: Any) -> tuple[bytes | None, list[Tensor]]:
+    tensors: list[Tensor] = []
+    return values.encode(given, tensors, True), tensors
+
+
+EXACT = SCALARS | st.sampled_from([admitted.add, admitted.Model, torch.add, int, len])
+NESTED = st.recursive(
+    EXACT | st.sampled_from([torch.float32, torch.device("cpu"), torch.Size([2, 3])]),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.lists(inner, max_size=5).map(tuple)
+        | st.dictionaries(st.text(max_size=8), inner, max_size=5)
+        | st.dictionaries(st.text(max_size=8), inner, max_size=3).map(OrderedDict)
+        | st.sets(st.text(max_size=40) | st.integers(), max_size=5)
+        | st.frozensets(st.text(max_size=8), max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+@given(NESTED)
+def test_values_come_back_as_by_the_encoder_for_strict_workers(given: Any) -> None:
+    payload, tensors = encoded(given)
+    assert payload is not None or has_repeated(given)
+    if payload is not None:
+        arrived = values.decode(payload, tensors, ())
+        assert arrived == given
+        assert typed(arrived) == typed(given)
+        assert payload == values.Encoder(True, ()).encode(given)
+
+
+def has_repeated(given: Any) -> bool:
+    """Whether a value holds an object twice, as Hypothesis may."""
+    seen: set[int] = set()
+    kept: list[Any] = [given]
+    for each in kept:
+        if isinstance(each, (tuple, frozenset, str, bytes)) and each:
+            if id(each) in seen:
+                return True
+            seen.add(id(each))
+        if isinstance(each, dict):
+            kept += [*each.keys(), *each.values()]
+        elif isinstance(each, (tuple, list, set, frozenset)):
+            kept += each
+    return False
+
+
+@given(st.lists(VALUES | NESTED, max_size=5).map(tuple))
+def test_values_of_other_kinds_are_left_to_the_other_encoder(given: Any) -> None:
+    payload, _ = encoded(given)
+    strict = values.Encoder(True, ()).encode(given)
+    assert payload in (None, strict)
+    assert values.decode(strict, (), ()) == given
+
+
+def test_special_numbers_come_back() -> None:
+    payload, _ = encoded((math.nan, -math.inf, -0.0))
+    assert payload is not None
+    nan, infinite, zero = values.decode(payload, (), ())
+    assert math.isnan(nan)
+    assert infinite == -math.inf
+    assert math.copysign(1.0, zero) == -1.0
+
+
+def test_tensors_are_of_any_kind_and_stay_outside() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    sparse = TABLE.to_sparse()
+    given = (sparse, 5, {"weight": parameter}, [TABLE.T, sparse])
+    payload, tensors = encoded(given)
+    assert payload is not None
+    assert [id(each) for each in tensors] == [id(sparse), id(parameter), id(given[3][0])]
+    arrived = values.decode(payload, tensors, ())
+    assert arrived[0] is sparse
+    assert arrived[2]["weight"] is parameter
+    assert arrived[3][1] is sparse
+
+
+def test_a_hundred_tensors_are_each_carried_once() -> None:
+    given = [torch.ones(1) for _ in range(100)]
+    payload, tensors = encoded((given, given[50], [*reversed(given)]))
+    assert payload is not None
+    assert [id(each) for each in tensors] == [id(each) for each in given]
+    first, middle, backward = values.decode(payload, tensors, ())
+    assert middle is first[50]
+    assert backward[0] is first[99]
+
+
+def test_lists_and_dicts_that_come_twice_stay_one_object() -> None:
+    shared: list[Any] = [1]
+    shared.append(shared)
+    many = [{"number": index} for index in range(100)]
+    payload, _ = encoded({"first": shared, "again": shared, "many": many, "last": many[-1]})
+    assert payload is not None
+    arrived = values.decode(payload, (), ())
+    assert arrived["first"] is arrived["again"] is arrived["first"][1]
+    assert arrived["last"] is arrived["many"][-1]
+
+
+@pytest.mark.parametrize(
+    "repeated", [(1,), frozenset({1}), "x" * 33, b"x" * 33, "\ud800" * 11], ids=repr
+)
+def test_an_object_that_cannot_be_referred_to_is_left_to_pickle(repeated: Any) -> None:
+    assert encoded([repeated])[0] is not None
+    assert encoded([repeated, repeated])[0] is None
+
+
+def test_short_texts_and_empty_tuples_may_come_again() -> None:
+    assert encoded(["x" * 32, "x" * 32, (), (), frozenset(), frozenset()])[0] is not None
+
+
+def test_nested_tuples_are_not_written_out() -> None:
+    value: Any = (1,)
+    for _ in range(100):
+        value = (value, value)
+    assert encoded(value)[0] is None
+
+
+def test_a_deep_value_is_left_to_pickle() -> None:
+    value: Any = 1
+    for _ in range(values.DEPTH_LIMIT - 1):
+        value = [value]
+    payload, _ = encoded(value)
+    assert payload is not None
+    assert values.decode(payload, (), ()) == value
+    assert encoded([[value]])[0] is None
+
+
+def test_references_that_go_home_travel() -> None:
+    home = ReferenceId(1, -2, 1 << 40)
+    wanted = object()
+    payload = values.encode((1, wanted), [], True, lambda value: home if value is wanted else None)
+    assert payload is not None
+    arrived: list[ReferenceId] = []
+
+    def come_home(reference: ReferenceId) -> str:
+        arrived.append(reference)
+        return "home"
+
+    assert values.decode(payload, (), (), come_home=come_home) == (1, "home")
+    assert arrived == [home]
+    assert type(arrived[0]) is ReferenceId
+    for reader in (None, make_reader(["torch"], False, "ps"), make_reader(None, True, "ps")):
+        read = unpack if reader is None else reader.unpack
+        assert read(payload, (), (), come_home) == (1, "home")
+        with pytest.raises(ProtocolError, match="reference where there can be none"):
+            read(payload, (), ())
+    assert values.encode((1, wanted), [], True) is None
+
+
+def test_what_the_program_raises_meanwhile_comes_through() -> None:
+    def fail(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        values.encode([object()], [], True, fail)
+    payload = values.encode(object(), [], True, lambda _: ReferenceId(1, 2, 3))
+    assert payload is not None
+    with pytest.raises(KeyboardInterrupt):
+        values.decode(payload, (), (), come_home=fail)
+
+
+class Number(int):
+    """A subclass of int."""
+
+
+class Mine(dict):  # type: ignore[type-arg]
+    """A subclass of dict."""
+
+
+with_attribute = torch.ones(2)
+with_attribute.note = "x"  # type: ignore[attr-defined]
+hiding: OrderedDict[str, int] = OrderedDict(a=1)
+hiding.items = 5  # type: ignore[method-assign, assignment]
+
+
+@cases(
+    "value",
+    [
+        Number(5),
+        Mine(a=1),
+        Color.RED,
+        hiding,
+        bytearray(b"x"),
+        object(),
+        lambda: 1,
+        admitted.Model().scale,
+        with_attribute,
+        torch.ones(2).as_subclass(MyTensor),
+    ],
+)
+def test_any_other_value_is_left_to_pickle(value: Any) -> None:
+    assert encoded(value)[0] is None
+    assert encoded((1, torch.ones(1), {"key": [value]}, "text"))[0] is None
+
+
+def test_functions_of_the_main_program_go_by_name_where_both_run_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work() -> None: ...
+
+    work.__module__, work.__qualname__ = "__main__", "work"
+    monkeypatch.setattr("__main__.work", work, raising=False)
+    assert values.encode((work,), [], True) is not None
+    assert values.encode((work,), [], False) is None
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=examples(500))
+def test_any_bytes_are_a_value_or_a_typed_error(data: bytes) -> None:
+    try:
+        values.decode(data, (), (), _nothing)
+    except (ProtocolError, UnknownFunction):
+        pass
+
+
+@given(st.data())
+@settings(max_examples=examples(300))
+def test_values_that_were_damaged_are_values_or_a_typed_error(data: st.DataObject) -> None:
+    given = (1, None, True, 2.5, "text", b"bytes", torch.ones(1), len, [1, {"key": (2,)}, {3}])
+    whole, tensors = encoded(given)
+    assert whole is not None
+    damaged = bytearray(whole)
+    place = data.draw(st.integers(0, len(whole) - 1))
+    damaged[place] = data.draw(st.integers(0, 255))
+    for sent in (damaged, whole[:place], whole + bytes(damaged[:1])):
+        try:
+            values.decode(sent, tensors, (), _nothing)
+        except (ProtocolError, UnknownFunction):
+            pass
+    with pytest.raises((ProtocolError, UnknownFunction)):
+        values.decode(whole[:place], tensors, (), _nothing)
+    with pytest.raises(ProtocolError, match="1 bytes too many"):
+        values.decode(whole + b"\0", tensors, (), lambda name: None)

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tables import cases
+from tests.thorough import examples
+from torchweft.engine.io.addresses import (
+    Address,
+    TcpAddress,
+    UnixAddress,
+    dial,
+    is_far,
+    is_loopback,
+    is_unspecified,
+    listen_tcp,
+    listen_unix,
+    own_address_towards,
+    parse,
+    tune,
+)
+from torchweft.errors import ConfigurationError
+
+LIMIT_S = 20.0
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        UnixAddress("weft-1"),
+        TcpAddress("127.0.0.1", 4000),
+        TcpAddress("::1", 1),
+        TcpAddress("h", 0),
+        TcpAddress("127.0.0.1", 4000, is_secure=True),
+    ],
+    ids=str,
+)
+def test_an_address_survives_as_text(address: Address) -> None:
+    assert parse(str(address)) == address
+
+
+@cases(
+    "text",
+    [
+        "",
+        "unix:x",
+        "tls:",
+        "TLS:host:1",
+        "tls:host",
+        "tcp:",
+        "tcp:host",
+        "tcp::1",
+        "tcp:host:",
+        "tcp:host:²",
+        "tcp:host:65536",
+        "x",
+    ],
+)
+def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="looks like tcp:127"):
+        parse(text)
+
+
+@settings(max_examples=examples(50))
+@given(st.text(max_size=20) | st.text(max_size=9).map(lambda text: f"tcp:{text}:{text}"))
+def test_any_text_is_an_address_or_refused(text: str) -> None:
+    try:
+        address = parse(text)
+    except ConfigurationError:
+        return
+    assert parse(str(address)) == address
+
+
+def test_a_dialled_unix_listener_answers() -> None:
+    check_listener(*listen_unix())
+
+
+@pytest.mark.parametrize("is_secure", [False, True])
+def test_a_dialled_tcp_listener_answers(is_secure: bool) -> None:
+    """The listener does not run TLS itself, but its address announces it."""
+    listener, address = listen_tcp("127.0.0.1", is_secure=is_secure)
+    check_listener(listener, address)
+    assert str(address).startswith("tls:" if is_secure else "tcp:")
+
+
+def check_listener(listener: socket.socket, address: Address) -> None:
+    with listener, dial(address, 5.0) as caller:
+        accepted, _ = listener.accept()
+        with accepted:
+            accepted.sendall(b"hello")
+            assert caller.recv(5) == b"hello"
+
+
+def test_names_of_unix_listeners_are_all_different() -> None:
+    listeners = [listen_unix() for _ in range(20)]
+    assert len({address for _, address in listeners}) == 20
+    for listener, _ in listeners:
+        listener.close()
+
+
+@pytest.mark.parametrize("address", [UnixAddress("weft-nobody"), TcpAddress("127.0.0.1", 1)])
+def test_nobody_answers(address: Address) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        dial(address, 5.0)
+
+
+def test_an_address_of_another_machine_is_explained() -> None:
+    with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1.*leave the option out"):
+        listen_tcp("192.0.2.1")
+
+
+def test_connections_within_one_machine_are_not_paced() -> None:
+    listener, address = listen_tcp("127.0.0.1")
+    with listener, dial(address, LIMIT_S) as ours:
+        theirs, _ = listener.accept()
+        with theirs:
+            tune(theirs)
+            for end in (ours, theirs):
+                chosen = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                assert chosen.rstrip(b"\0") == b"reno"
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_unix_socket_needs_no_tuning() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        tune(ours)
+
+
+def test_what_an_address_is_for() -> None:
+    assert [is_unspecified(host) for host in ("0.0.0.0", "::", "10.0.0.1", "node")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not is_far(UnixAddress("x"))
+    assert not is_far(TcpAddress("127.0.0.1", 1))
+    assert is_far(TcpAddress("10.0.0.1", 1))
+
+
+def test_the_own_address_on_the_way_to_a_host() -> None:
+    assert own_address_towards("127.0.0.1") == "127.0.0.1"
+    assert is_loopback(own_address_towards("localhost"))
+    assert own_address_towards("no.such.host.invalid") == ""
+
+
+def test_a_name_that_means_loopback_here_alone_means_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = socket.getaddrinfo("127.0.1.1", 9, type=socket.SOCK_DGRAM)
+    way_out = own_address_towards("192.0.2.1")
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *args, **options: (
+            found if host == "node0" else resolve(host, *args, **options)
+        ),
+    )
+    assert own_address_towards("node0") == (way_out or "127.0.0.1")

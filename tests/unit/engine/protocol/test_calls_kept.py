@@ -1,0 +1,85 @@
+"""Calls that wait for a connection: sent once, or taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.engine.protocol.entries import Asked
+from torchweft.engine.protocol.calls import CallClient, Complete, KeptCall, TellCancelled
+from torchweft.engine.wire.frames import Buffer
+from torchweft.errors import CallCancelled, WorkerLost
+
+
+class Request:
+    """A request that notes whether it was taken back."""
+
+    def __init__(self) -> None:
+        self.was_taken_back = False
+
+    def message(self, number: int) -> list[Buffer]:
+        return [b"call %d" % number]
+
+    def take_back(self) -> None:
+        self.was_taken_back = True
+
+
+class Kept:
+    """A kept call, and the actions that came of it."""
+
+    def __init__(self) -> None:
+        self.client: CallClient[Asked] = CallClient()
+        self.call, self.request = Asked(timeout_s=5.0), Request()
+        self.client.keep(self.call)
+        self.actions: list[Any] = []
+        self.unsent = KeptCall(self.client, self.call, self.request, self.actions.extend)
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+def test_a_kept_call_is_sent_by_its_number(kept: Kept) -> None:
+    assert kept.unsent.is_wanted()
+    assert kept.unsent.make() == [b"call 1"]
+    assert kept.client.expire(5.0)[0] == [Complete(kept.call), TellCancelled(1, (1,))]
+    assert not kept.request.was_taken_back
+
+
+def test_a_kept_call_that_has_ended_is_taken_back(kept: Kept) -> None:
+    actions = kept.client.cancelled(kept.call, CallCancelled("given up"))
+    assert actions == [Complete(kept.call)], "its callee does not know it"
+    assert not kept.unsent.is_wanted()
+    kept.unsent.drop(None)
+    assert kept.request.was_taken_back
+    assert kept.actions == []
+
+
+def test_a_call_that_ends_just_before_it_is_sent_is_not_sent(kept: Kept) -> None:
+    assert kept.unsent.is_wanted()
+    kept.client.expire(5.0)
+    with pytest.raises(CallCancelled, match="ended before it was sent") as caught:
+        kept.unsent.make()
+    kept.unsent.drop(caught.value)
+    assert kept.request.was_taken_back
+    assert kept.actions == []
+
+
+def test_a_thread_that_drops_a_call_leaves_its_end_to_the_thread_that_ends_it(kept: Kept) -> None:
+    """Race: the entry is out of the table, and the thread that took it has not gone on."""
+    taken = kept.client._taken(kept.call)
+    assert not kept.unsent.is_wanted()
+    kept.unsent.drop(None)
+    assert kept.client._time_out(taken, 5.0) == [Complete(kept.call)], "it was never sent"
+    assert "it was not sent" in str(kept.call.error)
+
+
+def test_a_kept_call_fails_with_its_connection(kept: Kept) -> None:
+    error = WorkerLost("no answer")
+    kept.unsent.drop(error)
+    assert kept.request.was_taken_back
+    assert kept.actions == [Complete(kept.call)]
+    assert kept.call.error is error
+    assert not kept.unsent.is_wanted()

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import gc
+import math
+import threading
+from dataclasses import dataclass
+
+from torchweft.engine.protocol.calls import CallTable
+
+
+@dataclass(eq=False)
+class Entry:
+    worker: int = 0
+    deadline_s: float = math.inf
+
+
+def test_an_entry_leaves_once() -> None:
+    table: CallTable[Entry] = CallTable()
+    entry = Entry()
+    number = table.add(entry)
+    assert len(table) == 1
+    assert table.take(number) is entry
+    assert table.take(number) is None
+    assert len(table) == 0
+
+
+def test_numbers_are_never_used_twice() -> None:
+    table: CallTable[Entry] = CallTable()
+    numbers = []
+    for _ in range(10):
+        numbers.append(table.add(Entry()))
+        table.take(numbers[-1])
+    assert len(set(numbers)) == 10
+    assert table.total == max(numbers)
+
+
+def test_entries_are_taken_by_what_they_are() -> None:
+    table: CallTable[Entry] = CallTable()
+    one, other = Entry(), Entry()
+    table.add(one)
+    number = table.add(other)
+    assert table.take_where(lambda entry: entry is one) == [one]
+    assert table.take_where(lambda entry: entry is one) == []
+    assert table.take(number) is other
+
+
+def test_what_is_due_expires_and_the_rest_tells_when() -> None:
+    table: CallTable[Entry] = CallTable()
+    late, due, early = Entry(deadline_s=9.0), Entry(deadline_s=5.0), Entry(deadline_s=1.0)
+    for entry in (late, due, early, Entry()):
+        table.add(entry)
+    assert table.take_expired(5.0) == ([due, early], 9.0)
+    assert table.take_expired(5.0) == ([], 9.0)
+    assert table.take_expired(9.0) == ([late], math.inf)
+    assert len(table) == 1
+
+
+def test_the_entries_of_a_lost_worker_are_taken_together() -> None:
+    table: CallTable[Entry] = CallTable()
+    entries = [Entry(worker=number % 3) for number in range(9)]
+    for entry in entries:
+        table.add(entry)
+    assert table.take_where(lambda entry: entry.worker == 1) == entries[1::3]
+    assert table.take_where(lambda entry: entry.worker == 1) == []
+    assert table.take_where(lambda _: True) == [entry for entry in entries if entry.worker != 1]
+    assert len(table) == 0
+
+
+def test_everybody_takes_at_once_and_nothing_is_taken_twice_or_left() -> None:
+    table: CallTable[Entry] = CallTable()
+    taken: list[Entry] = []
+    entries = [Entry(worker=number % 2, deadline_s=number % 5) for number in range(3000)]
+    numbers: list[int] = []
+    start = threading.Barrier(5)
+
+    def add(part: list[Entry]) -> None:
+        start.wait()
+        numbers.extend(table.add(entry) for entry in part)
+
+    def take_all() -> None:
+        start.wait()
+        for _ in range(60):
+            taken.extend(table.take_where(lambda entry: entry.worker == 1))
+            taken.extend(table.take_expired(2.0)[0])
+
+    def answer() -> None:
+        start.wait()
+        for number in range(1, 3001):
+            entry = table.take(number)
+            if entry is not None:
+                taken.append(entry)
+
+    threads = [threading.Thread(target=add, args=(entries[at::2],)) for at in range(2)]
+    threads += [threading.Thread(target=target) for target in (take_all, take_all, answer)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    taken.extend(table.take_where(lambda _: True))
+    assert len(set(numbers)) == 3000
+    assert sorted(map(id, taken)) == sorted(map(id, entries))
+
+
+class AddsWhenCollected:
+    """An object in a cycle, whose finalizer makes a call."""
+
+    def __init__(self, table: CallTable[Entry]) -> None:
+        self.table = table
+        self.cycle = self
+
+    def __del__(self) -> None:
+        self.table.add(Entry())
+
+
+def test_a_collection_in_the_middle_of_a_look_does_no_harm() -> None:
+    table: CallTable[Entry] = CallTable()
+    for _ in range(200):
+        table.add(Entry())
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(100):
+            AddsWhenCollected(table)
+            assert table.take_expired(0.0) == ([], math.inf)
+            assert table.take_where(lambda entry: entry.worker == 7) == []
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert len(table) == 300

@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.thorough import examples
+from torchweft.engine.protocol.connecting import (
+    CROSSING_S,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Answer,
+    Busy,
+    Connecting,
+    Dial,
+    Done,
+    Failure,
+    Hello,
+    Lose,
+    Patience,
+    Probe,
+    Purpose,
+    Redial,
+    Resume,
+    State,
+    Terms,
+    Verdict,
+    Wait,
+)
+
+ME, LOWER, HIGHER = 5, 3, 7
+PATIENCE = Patience(10.0, 20.0)
+TIMEOUT_S = 10.0
+THEIRS = Hello(Purpose.LINK, ME, "theirs", 1)
+
+
+def wanting(peer: int = LOWER, deadline_s: float = math.inf) -> Connecting:
+    """Returns a machine whose first attempt to dial is under way."""
+    machine = Connecting(peer, "other")
+    step = machine.want(0.0, deadline_s, TIMEOUT_S, "ours")
+    assert step == Dial(Terms("ours", True, 1), min(TIMEOUT_S, deadline_s))
+    return machine
+
+
+def linked(*, was_dialled: bool = True, attempt: int = 1) -> Connecting:
+    """Returns a machine with a session."""
+    machine = Connecting(LOWER, "other")
+    assert not machine.adopt(0.0, Terms("ours", was_dialled, attempt), PATIENCE)
+    return machine
+
+
+# First connections
+
+
+def test_a_connection_that_is_dialled() -> None:
+    machine = wanting()
+    assert machine.state is State.DIALLING
+    assert machine.offer()
+    assert not machine.adopt(1.0, Terms("ours", True, 1), PATIENCE)
+    assert machine.go_on(1.0) == Done()
+    assert machine.state is State.LINKED
+    assert machine.want(2.0, math.inf, TIMEOUT_S, "again") == Done()
+
+
+def test_a_connection_that_is_accepted() -> None:
+    machine = Connecting(LOWER, "other")
+    assert machine.state is State.IDLE
+    assert machine.hello(ME, THEIRS) == Answer(Verdict.ACCEPT)
+    assert machine.state is State.ACCEPTING
+    assert not machine.adopt(1.0, Terms("theirs", False, 1), PATIENCE)
+    assert machine.state is State.LINKED
+
+
+def test_a_connection_without_a_session_has_no_contact_to_lose() -> None:
+    machine = Connecting(LOWER, "other")
+    assert not machine.adopt(0.0, None, PATIENCE)
+    assert machine.due_s() == math.inf
+    assert machine.step(1e6) == []
+    assert machine.silence_s(1e6) == 0.0
+    assert machine.broke(1.0, "end of file", is_answer=True) == [Lose("end of file")]
+
+
+def test_while_the_other_side_connects_this_one_waits_and_then_dials() -> None:
+    machine = Connecting(HIGHER, "other")
+    machine.hello(ME, THEIRS)
+    assert machine.want(0.0, math.inf, TIMEOUT_S, "ours") == Wait(FIRST_PAUSE_S)
+    assert machine.state is State.CROSSING
+    assert machine.go_on(5.0) == Wait(5.0 + FIRST_PAUSE_S)
+    machine.accept_failed()
+    paused = machine.go_on(5.1)
+    assert paused == Wait(5.1 + FIRST_PAUSE_S)
+    assert isinstance(machine.go_on(5.2), Dial)
+    assert machine.state is State.DIALLING
+
+
+def test_of_two_offers_that_of_the_higher_id_stands() -> None:
+    lower, higher = wanting(HIGHER), wanting(LOWER)
+    assert lower.offer()
+    assert higher.offer()
+    assert higher.hello(ME, THEIRS) == Answer(Verdict.REFUSE, "crossed")
+    assert lower.hello(ME, THEIRS) == Answer(Verdict.ACCEPT)
+    assert lower.state is State.CROSSING
+    assert higher.state is State.DIALLING
+
+
+def test_what_was_not_offered_gives_way() -> None:
+    """Even to the lower id: the network may carry connections in one direction only."""
+    machine = wanting(LOWER)
+    assert machine.hello(ME, THEIRS) == Answer(Verdict.ACCEPT)
+    assert not machine.offer()
+    assert machine.go_on(1.0) == Wait(1.0 + FIRST_PAUSE_S)
+    machine.adopt(1.0, Terms("theirs", False, 1), PATIENCE)
+    assert machine.go_on(1.1) == Done()
+
+
+def test_an_offer_stands_although_its_caller_has_given_up() -> None:
+    machine = wanting(LOWER, deadline_s=1.0)
+    assert machine.offer()
+    assert isinstance(machine.dial_failed(1.0, Failure.BUSY, "silent"), Busy)
+    machine.want_no_more()
+    assert machine.state is State.IDLE
+    assert machine.hello(ME, THEIRS) == Answer(Verdict.REFUSE, "crossed", must_dial=True)
+    step = machine.want(2.0, math.inf, TIMEOUT_S, "another name")
+    assert step == Dial(Terms("ours", True, 2), 2.0 + TIMEOUT_S)
+    assert machine.hello(ME, THEIRS) == Answer(Verdict.REFUSE, "crossed")
+
+
+def test_a_crossed_connection_is_awaited_for_a_moment() -> None:
+    machine = wanting(HIGHER)
+    machine.offer()
+    assert machine.dial_failed(1.0, Failure.CROSSED, "crossed") == Wait(1.0 + FIRST_PAUSE_S)
+    assert machine.state is State.CROSSING
+    assert machine.go_on(1.0 + CROSSING_S) == Wait(1.0 + CROSSING_S + FIRST_PAUSE_S)
+    assert isinstance(machine.go_on(1.1 + CROSSING_S), Wait)
+    assert machine.state is State.DIALLING
+    assert machine.go_on(2.0) == Dial(Terms("ours", True, 2), 2.0 + TIMEOUT_S)
+
+
+@pytest.mark.parametrize("failure", [Failure.REFUSED, Failure.GONE])
+def test_a_refusal_is_the_end(failure: Failure) -> None:
+    assert wanting().dial_failed(0.1, failure, "no") == Lose("no", failure)
+
+
+@pytest.mark.parametrize("failure", [Failure.BUSY, Failure.CROSSED])
+def test_a_peer_that_lives_is_dialled_until_the_deadline(failure: Failure) -> None:
+    machine, now_s, dials = wanting(deadline_s=100.0), 0.0, 1
+    step = machine.dial_failed(now_s, failure, "silent")
+    while not isinstance(step, Busy):
+        if isinstance(step, Dial):
+            dials += 1
+            step = machine.dial_failed(now_s, failure, "silent")
+        else:
+            assert isinstance(step, Wait)
+            now_s = step.until_s
+            step = machine.go_on(now_s)
+    assert now_s > 100.0 - LONGEST_PAUSE_S - CROSSING_S
+    assert dials > 50
+
+
+def test_a_peer_that_cannot_be_reached_is_given_up() -> None:
+    machine, now_s = wanting(), 0.0
+    step = machine.dial_failed(now_s, Failure.BROKEN, "no route")
+    pauses = []
+    while not isinstance(step, Lose):
+        if isinstance(step, Wait):
+            pauses.append(step.until_s - now_s)
+            now_s = step.until_s
+            step = machine.go_on(now_s)
+        else:
+            step = machine.dial_failed(now_s, Failure.BROKEN, "no route")
+    assert TIMEOUT_S - LONGEST_PAUSE_S <= now_s <= TIMEOUT_S
+    assert pauses[:2] == pytest.approx([FIRST_PAUSE_S, 2 * FIRST_PAUSE_S])
+    assert max(pauses) <= LONGEST_PAUSE_S + 1e-9
+
+
+@pytest.mark.parametrize("failure", [Failure.BROKEN, Failure.BUSY])
+def test_a_worker_that_was_stopped_tries_before_it_gives_up(failure: Failure) -> None:
+    """A stopped worker had no chance to reach the other side."""
+    machine = wanting()
+    assert isinstance(machine.dial_failed(1.0, failure, "reset"), Wait)
+    step = machine.go_on(1000.0)
+    assert isinstance(step, Dial)
+    assert isinstance(machine.dial_failed(1000.0, Failure.BROKEN, "reset"), Wait)
+    assert isinstance(machine.go_on(1000.5), Dial)
+    # The worker is stopped again, during an attempt.
+    assert isinstance(machine.dial_failed(2000.0, Failure.BROKEN, "reset"), Wait)
+    assert isinstance(machine.go_on(2000.2), Dial)
+    assert isinstance(machine.dial_failed(2000.2 + TIMEOUT_S, Failure.BROKEN, "reset"), Lose)
+
+
+def test_a_worker_that_was_stopped_beyond_the_deadline_blames_nobody() -> None:
+    machine = wanting(deadline_s=5.0)
+    assert isinstance(machine.dial_failed(1.0, Failure.BROKEN, "reset"), Wait)
+    assert machine.go_on(1000.0) == Busy("there was no time left to dial")
+
+
+def test_a_peer_that_was_heard_is_not_given_up() -> None:
+    machine = wanting(HIGHER)
+    machine.offer()
+    machine.hello(ME, Hello(Purpose.PROBE, ME, "ours", 1))
+    step = machine.dial_failed(TIMEOUT_S, Failure.BROKEN, "reset")
+    assert step == Wait(TIMEOUT_S + FIRST_PAUSE_S)
+
+
+def test_a_welcome_that_was_lost_is_given_again() -> None:
+    machine = linked(was_dialled=False)
+    said = Hello(Purpose.LINK, ME, "ours", 2)
+    assert machine.hello(ME, said) == Answer(Verdict.WELCOME_AGAIN)
+    assert machine.take_attempt(2)
+    assert not machine.take_attempt(2)
+    assert machine.hello(ME, said._replace(session="another")) == Answer(Verdict.REFUSE, "crossed")
+
+
+def test_an_offer_whose_answer_was_lost_is_repeated() -> None:
+    machine = wanting(HIGHER, deadline_s=1.0)
+    probe = Hello(Purpose.PROBE, ME, "ours", 1)
+    assert machine.hello(ME, probe).must_dial is False
+    machine.offer()
+    assert machine.hello(ME, probe) == Answer(Verdict.HANG_UP, "this side is not done yet", True)
+    machine.want_no_more()
+    assert machine.hello(ME, probe) == Answer(Verdict.HANG_UP, "this side is not done yet", True)
+    other = probe._replace(session="another")
+    assert machine.hello(ME, other) == Answer(Verdict.REFUSE, "there is no such session")
+
+
+def test_the_second_connection_is_one_too_many() -> None:
+    machine = linked()
+    assert "slower" in machine.adopt(1.0, Terms("theirs", False, 1), PATIENCE)
+    assert machine.session == Terms("ours", True, 1)
+
+
+# Sessions
+
+
+def test_only_the_side_that_dialled_resumes() -> None:
+    for was_dialled in (True, False):
+        machine = linked(was_dialled=was_dialled)
+        assert machine.redial(0.5, TIMEOUT_S) is None, "nothing is broken"
+        assert machine.broke(1.0, "reset", is_answer=True) == [Redial()]
+        assert machine.state is State.RESUMING
+        asked = machine.redial(1.0, TIMEOUT_S)
+        if was_dialled:
+            assert asked == Resume(1.0 + 2.0)
+            assert machine.next_attempt() == Terms("ours", True, 2)
+        else:
+            assert asked == Probe(Terms("ours", False, 1), 1.0 + 2.0)
+            machine.probed(1.1)
+            assert machine.state is State.BROKEN
+        machine.resumed(1.2)
+        assert machine.state is State.LINKED
+        assert machine.redial(1.3, TIMEOUT_S) is None, "it was resumed meanwhile"
+
+
+def test_a_session_goes_on_over_a_later_attempt_only() -> None:
+    machine = linked(was_dialled=False, attempt=3)
+    said = Hello(Purpose.RESUME, ME, "ours", 4, 10)
+    assert machine.hello(ME, said) == Answer(Verdict.RESUME)
+    assert not machine.take_attempt(3)
+    assert machine.take_attempt(4)
+    assert not machine.take_attempt(4)
+    assert machine.hello(ME, said._replace(session="?")).verdict is Verdict.REFUSE
+    assert linked(was_dialled=True).hello(ME, said).verdict is Verdict.HANG_UP
+
+
+def test_a_probe_breaks_the_connection_that_it_names_only() -> None:
+    machine, probe = linked(attempt=2), Hello(Purpose.PROBE, ME, "ours", 2)
+    assert machine.hello(ME, probe) == Answer(Verdict.BREAK_OFF)
+    assert machine.hello(ME, probe._replace(attempt=1)) == Answer(Verdict.CONFIRM)
+    assert linked(was_dialled=False, attempt=2).hello(ME, probe) == Answer(Verdict.CONFIRM)
+
+
+def test_a_session_that_cannot_be_resumed_is_lost() -> None:
+    machine = linked()
+    machine.broke(1.0, "reset", is_answer=True)
+    (action,) = machine.redial_failed(1.1, Failure.REFUSED, "refused")
+    assert isinstance(action, Lose)
+    assert action.cause == "its connection ended (reset): refused"
+
+
+def test_a_busy_peer_keeps_its_session() -> None:
+    machine, now_s = linked(), 1.0
+    actions = machine.broke(now_s, "reset", is_answer=True)
+    while now_s < 10 * PATIENCE.reconnect_s:
+        if actions == [Redial()]:
+            now_s += 2.0
+            actions = machine.redial_failed(now_s, Failure.BUSY, "silent")
+        else:
+            assert actions == []
+            now_s = machine.due_s()
+            actions = machine.step(now_s)
+
+
+# The end
+
+
+def test_a_loss_happens_once_and_with_its_first_cause() -> None:
+    machine = linked()
+    assert machine.lose("reset") == "reset"
+    assert machine.lose("again") is None
+    assert machine.state is State.LOST
+    assert machine.cause == "reset"
+    assert machine.due_s() == math.inf
+    refusal = Answer(Verdict.REFUSE, "this group lost worker 'other' before")
+    for purpose in (Purpose.LINK, Purpose.RESUME, Purpose.PROBE, Purpose.DATA):
+        assert machine.hello(ME, Hello(purpose, ME, "ours", 9)) == refusal
+    assert machine.hello(ME, Hello(Purpose.INTRODUCTION, ME)) == Answer(Verdict.CONFIRM)
+    assert not machine.take_attempt(9)
+    assert machine.next_attempt() is None
+    assert machine.adopt(1.0, None, PATIENCE) == "the peer is lost"
+    assert machine.want(1.0, math.inf, TIMEOUT_S, "x") == Done()
+    assert machine.redial_failed(1.0, Failure.BROKEN, "late") == []
+
+
+def test_a_loss_ends_a_wait() -> None:
+    machine = wanting()
+    machine.lose("killed")
+    assert machine.go_on(0.1) == Done()
+    assert machine.dial_failed(0.1, Failure.BROKEN, "reset") == Done()
+
+
+def test_a_farewell_is_the_cause_and_no_break() -> None:
+    machine = linked()
+    machine.goodbye(b"it had\nto go")
+    assert machine.knows_cause
+    assert machine.broke(1.0, "end of file", is_answer=True) == [Lose("end of file")]
+    assert machine.lose("end of file") == "it had to go"
+    assert machine.state is State.LOST
+
+
+def test_a_departure_is_no_loss() -> None:
+    machine = linked()
+    machine.depart()
+    assert machine.lose("end of file") == "left the group"
+    assert machine.state is State.LEFT
+
+
+def test_when_the_group_ends_nothing_is_dialled() -> None:
+    machine = linked()
+    machine.end()
+    assert machine.state is State.LEFT
+    assert machine.step(1e6) == []
+    assert machine.broke(1.0, "end of file", is_answer=True) == [Lose("end of file")]
+
+
+EVENTS = st.sampled_from(
+    ["want", "offer", "busy", "crossed", "broken", "go on", "hello", "fail accept", "adopt ours",
+     "adopt theirs", "break", "step", "redial", "resumed", "probe", "stop", "lose", "goodbye"]
+)  # fmt: skip
+
+
+@settings(max_examples=examples(300))
+@given(peer=st.sampled_from([LOWER, HIGHER]), events=st.lists(EVENTS, max_size=40))
+def test_whatever_happens_there_is_one_connection_and_one_loss(
+    peer: int, events: list[str]
+) -> None:
+    machine, now_s, adopted, losses, is_offered = Connecting(peer, "other"), 0.0, 0, 0, False
+    for number, event in enumerate(events):
+        now_s += 0.1
+        before = machine.state
+        if event == "want":
+            machine.want(now_s, now_s + 1.0, TIMEOUT_S, f"name {number}")
+        elif event == "offer":
+            is_offered |= machine.offer()
+        elif event in ("busy", "crossed", "broken"):
+            machine.dial_failed(now_s, Failure[event.upper()], event)
+        elif event == "go on":
+            machine.go_on(now_s)
+        elif event == "hello":
+            verdict = machine.hello(ME, THEIRS).verdict
+            if is_offered and peer == LOWER:
+                assert verdict is not Verdict.ACCEPT, "its own offer may have been accepted"
+            if before in (State.LOST, State.LINKED):
+                assert verdict is not Verdict.ACCEPT
+        elif event == "fail accept":
+            machine.accept_failed()
+        elif event.startswith("adopt"):
+            terms = Terms(event[6:], event == "adopt ours", 1)
+            adopted += not machine.adopt(now_s, terms, PATIENCE)
+        elif event == "break":
+            machine.broke(now_s, "reset", is_answer=True)
+        elif event == "step":
+            machine.step(now_s)
+        elif event == "redial":
+            machine.redial(now_s, TIMEOUT_S)
+        elif event == "resumed":
+            machine.resumed(now_s)
+        elif event == "probe":
+            machine.hello(ME, Hello(Purpose.PROBE, ME, "ours", 1))
+        elif event == "stop":
+            machine.want_no_more()
+        elif event == "goodbye":
+            machine.goodbye(b"")
+        else:
+            losses += machine.lose("killed") is not None
+        assert adopted <= 1
+        assert losses <= 1
+        if before is State.LOST:
+            assert machine.state is State.LOST
+
+
+def test_data_connections_are_taken_with_and_without_a_link() -> None:
+    for machine in (Connecting(LOWER, "other"), linked()):
+        assert machine.hello(ME, Hello(Purpose.DATA, ME)) == Answer(Verdict.TAKE_DATA)

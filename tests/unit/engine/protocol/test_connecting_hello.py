@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.tables import cases
+from torchweft.engine.protocol.connecting import Hello, Purpose, Terms, Verdict
+from torchweft.errors import ProtocolError
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        Hello(Purpose.LINK, 3),
+        Hello(Purpose.LINK, 3, "name", 2),
+        Hello(Purpose.RESUME, 3, "name", 4, 1 << 40),
+        Hello(Purpose.PROBE, 3, "name", 4),
+        Hello(Purpose.DATA, 3, set_number=6),
+        Hello(Purpose.INTRODUCTION, 3),
+    ],
+)
+def test_a_greeting_arrives_as_it_was(hello: Hello) -> None:
+    assert Hello.from_facts(json.loads(json.dumps(hello.facts()))) == hello
+
+
+@cases(
+    "facts",
+    [
+        {"purpose": "dinner"},
+        {"purpose": None},
+        {"purpose": []},
+        {"to": "x"},
+        {"session": 3, "attempt": 1},
+        {"session": "x"},
+        {"session": "x", "attempt": True},
+        {"purpose": "resume", "session": "x", "attempt": 1},
+        {"purpose": "resume", "session": "x", "attempt": 1, "position": -1},
+        {"purpose": "resume", "session": "x", "position": 1},
+        {"purpose": "data"},
+        {"purpose": "data", "set": 1.5},
+    ],
+)
+def test_a_greeting_without_sense_is_an_error(facts: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        Hello.from_facts(facts)
+
+
+def test_a_greeting_that_says_nothing_is_for_a_first_connection() -> None:
+    assert Hello.from_facts({"capabilities": {}}) == Hello(Purpose.LINK)
+
+
+@pytest.mark.parametrize("purpose", [Purpose.LINK, Purpose.RESUME, Purpose.PROBE])
+def test_a_greeting_about_a_session_has_its_terms_as_the_acceptor_sees_them(
+    purpose: Purpose,
+) -> None:
+    said = Hello.about(purpose, 3, Terms("name", True, 4), position=7)
+    assert (said.purpose, said.to, said.position) == (purpose, 3, 7)
+    assert said.terms == Terms("name", False, 4)
+    without = Hello.about(purpose, 3, None)
+    assert without == Hello(purpose, 3)
+    assert without.terms is None
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+@pytest.mark.parametrize("session", [None, "name"])
+@pytest.mark.parametrize("is_unix", [True, False])
+def test_a_greeting_that_came_to_the_wrong_place(
+    purpose: Purpose, session: str | None, is_unix: bool
+) -> None:
+    for_another = Hello(purpose, 3, session).stray_answer(4, is_unix=is_unix)
+    assert for_another is not None
+    assert for_another.verdict is Verdict.REFUSE
+    assert for_another.text == "the worker that was here is gone"
+    for to in (None, 4):
+        answer = Hello(purpose, to, session).stray_answer(4, is_unix=is_unix)
+        if purpose is Purpose.LINK and is_unix == (session is not None):
+            assert answer is not None
+            assert answer.verdict is Verdict.HANG_UP
+        else:
+            assert answer is None

@@ -1,0 +1,626 @@
+"""Single machines, and short exchanges between two or three machines without a network."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchweft.engine.protocol.numbers import SeenNumbers
+from torchweft.engine.protocol.references import (
+    Action,
+    Census,
+    Confirmed,
+    Leak,
+    OwnerLost,
+    References,
+    ReleaseValue,
+    Send,
+    ValueGone,
+)
+from torchweft.engine.wire.references import (
+    NO_TOKEN,
+    Drop,
+    DropAck,
+    Gone,
+    Handed,
+    HandedAck,
+    Hold,
+    HoldAck,
+    NotCreated,
+    NotHanded,
+)
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+
+RESEND_S = 5.0
+OWNER, USER, OTHER = 0, 1, 2
+X = ReferenceId(creator=USER, owner=OWNER, number=0)
+
+
+class Wire:
+    """Three machines; their messages wait until the test calls ``flow``."""
+
+    def __init__(self) -> None:
+        self.owner, self.user, self.other = (References(worker, RESEND_S) for worker in range(3))
+        self._machines = [self.owner, self.user, self.other]
+
+    def flow(self) -> list[tuple[int, Action]]:
+        """Delivers everything; returns the other actions with the worker of each."""
+        done: list[tuple[int, Action]] = []
+        is_flowing = True
+        while is_flowing:
+            is_flowing = False
+            for worker, machine in enumerate(self._machines):
+                for action in machine.take_actions():
+                    is_flowing = True
+                    if isinstance(action, Send):
+                        self._machines[action.to].message(worker, action.message)
+                    else:
+                        done.append((worker, action))
+        return done
+
+    def create(self) -> ReferenceId:
+        """Has USER hold a new value of OWNER."""
+        reference = self.user.creating(OWNER)
+        assert self.owner.created(reference)
+        self.flow()
+        return reference
+
+    def is_clean(self) -> bool:
+        return all(m.is_settled() and m.leaks() == [] for m in self._machines)
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+def make_user() -> References:
+    """Returns USER after it has learned that OWNER counts it for X."""
+    user = References(USER, RESEND_S)
+    assert user.creating(OWNER) == X
+    user.message(OWNER, HoldAck(X, 0))
+    assert user.take_actions() == [Confirmed(X)]
+    return user
+
+
+def make_owner() -> References:
+    """Returns OWNER after the call that makes X."""
+    owner = References(OWNER, RESEND_S)
+    assert owner.created(X)
+    assert owner.take_actions() == [Send(USER, HoldAck(X, 0))]
+    return owner
+
+
+class TestCreation:
+    def test_numbers_count_per_owner_without_gaps(self) -> None:
+        user = References(USER, RESEND_S)
+        made = [user.creating(owner) for owner in (OWNER, OTHER, OWNER, USER)]
+        assert made == [X, (USER, OTHER, 0), (USER, OWNER, 1), (USER, USER, 0)]
+
+    def test_the_call_is_the_first_hold(self) -> None:
+        user = References(USER, RESEND_S)
+        user.creating(OWNER)
+        assert user.take_actions() == []
+        assert not user.is_settled()
+
+    def test_a_lost_answer_is_asked_for(self) -> None:
+        user, owner = References(USER, RESEND_S), make_owner()
+        user.creating(OWNER)
+        for now_s in (0.0, RESEND_S, 2 * RESEND_S):
+            user.tick(now_s)
+        assert user.take_actions() == [Send(OWNER, Hold(X, 0, NO_TOKEN))]
+        owner.message(USER, Hold(X, 0, NO_TOKEN))
+        assert owner.take_actions() == [Send(USER, HoldAck(X, 0))]
+
+    def test_only_what_may_still_come_is_awaited(self) -> None:
+        owner = make_owner()
+        assert not owner.is_awaited(X)
+        assert owner.is_awaited(ReferenceId(USER, OWNER, 1))
+        assert not owner.is_awaited(ReferenceId(OWNER, OWNER, 0))
+
+    def test_a_repeated_call_makes_nothing(self) -> None:
+        owner = make_owner()
+        assert not owner.created(X)
+        owner.message(USER, Drop(X, 1))
+        assert owner.take_actions() == [ReleaseValue(X), Send(USER, DropAck(X, 1))]
+        assert not owner.created(X)
+
+    def test_a_value_dropped_before_its_call_arrives_is_made_and_released(self, wire: Wire) -> None:
+        reference = wire.user.creating(OWNER)
+        wire.user.handle_dropped(reference)
+        assert wire.flow() == []
+        assert wire.owner.created(reference)
+        assert wire.flow() == [(USER, Confirmed(reference)), (OWNER, ReleaseValue(reference))]
+        assert wire.is_clean()
+
+    def test_a_call_to_oneself_needs_no_messages(self) -> None:
+        machine = References(OWNER, RESEND_S)
+        reference = machine.creating(OWNER)
+        assert machine.created(reference)
+        assert machine.is_settled()
+        machine.handle_dropped(reference)
+        assert machine.take_actions() == [ReleaseValue(reference)]
+
+    def test_a_call_that_was_not_sent_leaves_no_gap(self, wire: Wire) -> None:
+        reference = wire.user.creating(OWNER)
+        wire.user.not_created(reference)
+        assert wire.owner.is_awaited(reference)
+        assert wire.flow() == [(OWNER, ValueGone(reference)), (USER, ValueGone(reference))]
+        assert not wire.owner.is_awaited(reference)
+        wire.user.handle_dropped(reference)
+        assert wire.is_clean()
+        assert not wire.owner.created(reference)
+
+    def test_a_call_that_was_sent_after_all_counts(self, wire: Wire) -> None:
+        reference = wire.user.creating(OWNER)
+        wire.user.not_created(reference)
+        assert wire.owner.created(reference)
+        assert wire.flow() == [(USER, Confirmed(reference))]
+
+    def test_those_who_wait_for_a_call_learn_that_it_will_not_come(self, wire: Wire) -> None:
+        reference = wire.user.creating(OWNER)
+        for receiver, to in ((wire.other, OTHER), (wire.owner, OWNER)):
+            assert receiver.received(reference, wire.user.hand_on(reference, to), USER)
+        assert wire.flow() == []
+        wire.user.not_created(reference)
+        gone = wire.flow()
+        assert sorted(worker for worker, _ in gone) == [OWNER, USER, OTHER]
+        assert {str(action) for _, action in gone} == {str(ValueGone(reference))}
+
+
+class TestDropping:
+    def test_g1_the_owner_learns_of_the_end(self, wire: Wire) -> None:
+        reference = wire.create()
+        wire.user.handle_dropped(reference)
+        assert wire.flow() == [(OWNER, ReleaseValue(reference))]
+        assert wire.is_clean()
+
+    def test_only_the_last_handle_counts(self) -> None:
+        user = make_user()
+        user.handle_added(X)
+        user.handle_dropped(X)
+        assert user.take_actions() == []
+        user.handle_dropped(X)
+        assert user.take_actions() == [Send(OWNER, Drop(X, 1))]
+
+    def test_a_drop_waits_for_the_hold_before_it(self) -> None:
+        user = References(USER, RESEND_S)
+        user.creating(OWNER)
+        user.handle_dropped(X)
+        assert user.take_actions() == []
+        user.message(OWNER, HoldAck(X, 0))
+        assert user.take_actions() == [Confirmed(X), Send(OWNER, Drop(X, 1))]
+
+    def test_a_drop_is_repeated_until_answered(self) -> None:
+        user = make_user()
+        user.handle_dropped(X)
+        for now_s in (0.0, RESEND_S, 2 * RESEND_S, 3 * RESEND_S):
+            user.tick(now_s)
+        assert user.take_actions() == 3 * [Send(OWNER, Drop(X, 1))]
+        user.message(OWNER, DropAck(X, 1))
+        user.tick(4 * RESEND_S)
+        assert user.take_actions() == []
+        assert user.is_settled()
+
+    def test_receiving_again_overtakes_the_drop(self) -> None:
+        user = make_user()
+        user.handle_dropped(X)
+        user.take_actions()
+        assert user.received(X, 1, OTHER)
+        assert user.take_actions() == [Send(OWNER, Hold(X, 2, NO_TOKEN))]
+        user.message(OWNER, DropAck(X, 1))
+        assert user.leaks() == [Leak(X, 1, 0, ())]
+        user.message(OWNER, HoldAck(X, 2))
+        # Only now may the sender let go: the owner counts this worker.
+        assert user.take_actions() == [Confirmed(X), Send(OTHER, Handed(1))]
+
+    def test_a_late_answer_to_an_earlier_drop_does_not_count(self) -> None:
+        user = make_user()
+        user.handle_dropped(X)
+        user.received(X, 1, OTHER)
+        user.message(OWNER, HoldAck(X, 2))
+        user.handle_dropped(X)
+        user.message(OTHER, HandedAck(1))
+        user.message(OWNER, DropAck(X, 1))
+        assert not user.is_settled()
+        user.message(OWNER, DropAck(X, 3))
+        assert user.is_settled()
+        assert user.leaks() == []
+
+    def test_a_late_drop_does_not_kill(self) -> None:
+        owner = make_owner()
+        owner.message(USER, Hold(X, 2, NO_TOKEN))
+        owner.message(USER, Drop(X, 1))
+        assert owner.take_actions() == [Send(USER, HoldAck(X, 2)), Send(USER, DropAck(X, 1))]
+        assert owner.leaks() == [Leak(X, 0, 0, (USER,))]
+
+    def test_a_late_hold_does_not_raise_the_dead(self) -> None:
+        owner = make_owner()
+        owner.message(OTHER, Hold(X, 1, NO_TOKEN))
+        owner.message(USER, Drop(X, 1))
+        owner.message(USER, Hold(X, 0, NO_TOKEN))
+        assert owner.leaks() == [Leak(X, 0, 0, (OTHER,))]
+        owner.message(OTHER, Drop(X, 2))
+        assert ReleaseValue(X) in owner.take_actions()
+        owner.message(OTHER, Hold(X, 1, NO_TOKEN))
+        assert owner.take_actions() == [Send(OTHER, Gone(X, 1))]
+        assert owner.leaks() == []
+
+    def test_a_handle_dropped_too_often_is_an_error_in_the_shell(self) -> None:
+        owner = References(OWNER, RESEND_S)
+        reference = owner.owned()
+        owner.handle_dropped(reference)
+        with pytest.raises(KeyError):
+            owner.handle_dropped(reference)
+
+
+class TestHandingOn:
+    def test_g2_a_sender_that_drops_holds_on_until_the_receiver_is_registered(
+        self, wire: Wire
+    ) -> None:
+        reference = wire.create()
+        token = wire.user.hand_on(reference, OTHER)
+        wire.user.handle_dropped(reference)
+        assert wire.flow() == []
+        assert wire.other.received(reference, token, USER)
+        assert wire.flow() == [(OTHER, Confirmed(reference))]
+        assert wire.owner.leaks() == [Leak(reference, 0, 0, (OTHER,))]
+        assert wire.user.leaks() == []
+
+    def test_g2_an_owner_holds_on_to_what_it_hands_out(self, wire: Wire) -> None:
+        reference = wire.owner.owned()
+        token = wire.owner.hand_on(reference, USER)
+        wire.owner.handle_dropped(reference)
+        assert wire.flow() == []
+        assert wire.user.received(reference, token, OWNER)
+        assert wire.user.take_actions() == [Send(OWNER, Hold(reference, 1, token))]
+        wire.owner.message(USER, Hold(reference, 1, token))
+        assert wire.owner.take_actions() == [Send(USER, HoldAck(reference, 1))]
+        assert wire.owner.leaks() == [Leak(reference, 0, 0, (USER,))]
+
+    def test_a_reference_comes_home(self, wire: Wire) -> None:
+        reference = wire.create()
+        token = wire.user.hand_on(reference, OWNER)
+        wire.user.handle_dropped(reference)
+        assert wire.owner.received(reference, token, USER)
+        assert wire.flow() == []
+        assert wire.owner.leaks() == [Leak(reference, 1, 0, ())]
+
+    def test_a_receiver_that_has_it_answers_at_once(self) -> None:
+        user = make_user()
+        assert user.received(X, 1, OTHER)
+        # This handle may be the only one here: the earlier one may have ended.
+        assert user.take_actions() == [Send(OTHER, Handed(1)), Confirmed(X)]
+        user.message(OTHER, HandedAck(1))
+        assert user.is_settled()
+        assert user.leaks() == [Leak(X, 2, 0, ())]
+
+    def test_what_arrives_before_the_owner_has_answered_waits_for_the_answer(self) -> None:
+        user = References(USER, RESEND_S)
+        for sender, token in ((OTHER, 1), (OTHER, 2), (OWNER, 1)):
+            assert user.received(X, token, sender)
+        assert user.take_actions() == [Send(OWNER, Hold(X, 1, NO_TOKEN))]
+        user.message(OWNER, HoldAck(X, 1))
+        assert user.take_actions() == [
+            Confirmed(X),
+            Send(OTHER, Handed(1)),
+            Send(OTHER, Handed(2)),
+            Send(OWNER, Handed(1)),
+        ]
+
+    def test_a_hold_that_overtakes_the_creation_is_answered_with_it(self) -> None:
+        owner = References(OWNER, RESEND_S)
+        owner.message(OTHER, Hold(X, 3, NO_TOKEN))
+        assert owner.take_actions() == []
+        assert owner.created(X)
+        assert owner.take_actions() == [Send(OTHER, HoldAck(X, 3)), Send(USER, HoldAck(X, 0))]
+
+    def test_a_repeated_message_counts_once(self) -> None:
+        user = make_user()
+        assert user.received(X, 1, OTHER)
+        assert not user.received(X, 1, OTHER)
+        assert user.leaks() == [Leak(X, 2, 0, ())]
+
+    def test_a_message_to_oneself_keeps_the_value_without_messages(self) -> None:
+        owner = References(OWNER, RESEND_S)
+        reference = owner.owned()
+        token = owner.hand_on(reference, OWNER)
+        owner.handle_dropped(reference)
+        assert owner.received(reference, token, OWNER)
+        assert owner.take_actions() == []
+        owner.handle_dropped(reference)
+        assert owner.take_actions() == [ReleaseValue(reference)]
+
+    def test_a_message_to_oneself_may_be_refused_or_never_sent(self) -> None:
+        owner = References(OWNER, RESEND_S)
+        reference = owner.owned()
+        owner.refused(reference, owner.hand_on(reference, OWNER), OWNER)
+        owner.undeliverable(reference, owner.hand_on(reference, OWNER), OWNER)
+        assert owner.leaks() == [Leak(reference, 1, 0, ())]
+
+    def test_what_nobody_reads_is_let_go(self, wire: Wire) -> None:
+        reference = wire.create()
+        wire.other.refused(reference, wire.user.hand_on(reference, OTHER), USER)
+        wire.user.handle_dropped(reference)
+        assert wire.flow() == [(OWNER, ReleaseValue(reference))]
+        assert wire.is_clean()
+
+    def test_what_was_not_sent_is_let_go_and_leaves_no_gap(self, wire: Wire) -> None:
+        reference = wire.create()
+        token = wire.user.hand_on(reference, OTHER)
+        wire.user.undeliverable(reference, token, OTHER)
+        assert wire.user.take_actions() == [Send(OTHER, NotHanded(token))]
+        wire.other.message(USER, NotHanded(token))
+        wire.flow()
+        assert wire.user.is_settled()
+        assert not wire.other.received(reference, token, USER)
+        assert wire.other.leaks() == []
+
+    def test_what_was_sent_after_all_counts(self, wire: Wire) -> None:
+        reference = wire.create()
+        token = wire.user.hand_on(reference, OTHER)
+        wire.user.undeliverable(reference, token, OTHER)
+        assert wire.other.received(reference, token, USER)
+        wire.user.handle_dropped(reference)
+        assert wire.flow() == [(OTHER, Confirmed(reference))]
+        assert wire.user.is_settled()
+
+    def test_a_late_reference_to_nothing_is_said_to_be_gone(self) -> None:
+        user = References(USER, RESEND_S)
+        user.received(X, 1, OTHER)
+        user.take_actions()
+        user.message(OWNER, Gone(X, 1))
+        assert user.take_actions() == [ValueGone(X), Send(OTHER, Handed(1))]
+        user.received(X, 2, OTHER)
+        assert user.take_actions() == [Send(OTHER, Handed(2)), ValueGone(X)]
+        user.received(X, user.hand_on(X, USER), USER)
+        assert user.take_actions() == [ValueGone(X)]
+        for _ in range(3):
+            user.handle_dropped(X)
+        assert user.take_actions() == []
+        assert user.leaks() == []
+
+
+class TestLosingWorkers:
+    def test_g3_what_only_a_lost_worker_held_is_released(self) -> None:
+        owner = make_owner()
+        owner.peer_lost(USER)
+        assert owner.take_actions() == [ReleaseValue(X)]
+        assert owner.is_settled()
+
+    def test_g3_what_others_hold_stays(self) -> None:
+        owner = make_owner()
+        owner.message(OTHER, Hold(X, 1, NO_TOKEN))
+        owner.peer_lost(USER)
+        assert ReleaseValue(X) not in owner.take_actions()
+        assert owner.leaks() == [Leak(X, 0, 0, (OTHER,))]
+
+    def test_g3_users_learn_that_the_owner_is_lost(self) -> None:
+        user = make_user()
+        user.peer_lost(OWNER)
+        assert user.take_actions() == [OwnerLost(X)]
+        user.handle_dropped(X)
+        assert user.take_actions() == []
+        assert user.leaks() == []
+
+    def test_references_to_lost_owners_are_of_no_use(self) -> None:
+        user = References(USER, RESEND_S)
+        user.peer_lost(OWNER)
+        assert user.received(X, 1, OTHER)
+        assert user.take_actions() == [Send(OTHER, Handed(1)), OwnerLost(X)]
+        created = user.creating(OWNER)
+        assert user.take_actions() == [OwnerLost(created)]
+
+    def test_a_handover_to_a_lost_worker_ends(self) -> None:
+        user = make_user()
+        user.hand_on(X, OTHER)
+        user.handle_dropped(X)
+        user.peer_lost(OTHER)
+        assert user.take_actions() == [Send(OWNER, Drop(X, 1))]
+        assert user.hand_on(X, OTHER) == NO_TOKEN
+
+    def test_a_second_sender_keeps_the_value_when_the_first_is_lost(self, wire: Wire) -> None:
+        reference = wire.owner.owned()
+        for machine, worker in ((wire.user, USER), (wire.other, OTHER)):
+            assert machine.received(reference, wire.owner.hand_on(reference, worker), OWNER)
+        wire.owner.handle_dropped(reference)
+        wire.flow()
+        receiver = References(worker=3, resend_s=RESEND_S)
+        for machine, worker in ((wire.user, USER), (wire.other, OTHER)):
+            assert receiver.received(reference, machine.hand_on(reference, 3), worker)
+            machine.handle_dropped(reference)
+        assert wire.flow() == []
+        wire.owner.peer_lost(USER)
+        assert wire.owner.take_actions() == []
+        assert receiver.take_actions() == [Send(OWNER, Hold(reference, 1, NO_TOKEN))]
+
+    def test_who_waits_for_the_creation_of_a_lost_worker_learns_of_it(self) -> None:
+        owner = References(OWNER, RESEND_S)
+        owner.message(OTHER, Hold(X, 1, NO_TOKEN))
+        owner.peer_lost(USER)
+        assert owner.take_actions() == [ValueGone(X), Send(OTHER, Gone(X, 1))]
+        assert not owner.is_awaited(X)
+        assert not owner.created(X)
+        owner.message(OTHER, Hold(X, 1, NO_TOKEN))
+        assert owner.take_actions() == [Send(OTHER, Gone(X, 1))]
+        assert owner.leaks() == []
+
+    def test_nothing_is_heard_of_a_lost_worker(self) -> None:
+        owner = make_owner()
+        owner.peer_lost(OTHER)
+        owner.message(OTHER, Hold(X, 1, NO_TOKEN))
+        owner.message(USER, Drop(X, 1))
+        assert ReleaseValue(X) in owner.take_actions()
+
+
+class TestShutdown:
+    def test_g4_everything_is_dropped_by_force(self, wire: Wire) -> None:
+        reference = wire.create()
+        wire.user.handle_added(reference)
+        own = wire.owner.owned()
+        assert wire.user.leaks() == [Leak(reference, 2, 0, ())]
+        wire.user.drop_all()
+        wire.owner.drop_all()
+        assert sorted(wire.flow(), key=str) == [
+            (OWNER, ReleaseValue(own)),
+            (OWNER, ReleaseValue(reference)),
+        ]
+        assert wire.is_clean()
+
+    def test_late_finalizers_and_late_messages_do_no_harm(self) -> None:
+        user = make_user()
+        user.drop_all()
+        user.handle_dropped(X)
+        user.take_actions()
+        assert not user.received(X, 1, OTHER)
+        assert user.take_actions() == [Send(OTHER, Handed(1))]
+        assert not user.received(X, NO_TOKEN, USER)
+
+    def test_g4_what_is_under_way_is_not_dropped(self, wire: Wire) -> None:
+        reference = wire.create()
+        token = wire.user.hand_on(reference, OTHER)
+        wire.user.drop_all()
+        assert wire.flow() == []
+        assert not wire.user.is_settled()
+        assert wire.other.received(reference, token, USER)
+        wire.flow()
+        assert wire.user.is_settled()
+        assert wire.owner.leaks() == [Leak(reference, 0, 0, (OTHER,))]
+
+    def test_what_a_late_function_makes_is_let_go_at_once(self, wire: Wire) -> None:
+        wire.user.drop_all()
+        reference = wire.user.creating(OWNER)
+        assert wire.owner.created(reference)
+        assert (OWNER, ReleaseValue(reference)) in wire.flow()
+        own = wire.user.owned()
+        assert wire.flow() == [(USER, ReleaseValue(own))]
+        assert wire.is_clean()
+
+    def test_a_late_function_hands_nothing_on(self, wire: Wire) -> None:
+        reference = wire.create()
+        wire.user.drop_all()
+        wire.flow()
+        wire.user.handle_added(reference)
+        token = wire.user.hand_on(reference, OTHER)
+        assert token == NO_TOKEN
+        assert not wire.other.received(reference, token, USER)
+        assert wire.flow() == []
+        assert wire.is_clean()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hold(ReferenceId(USER, OTHER, 0), 1, NO_TOKEN),
+        Drop(ReferenceId(USER, OTHER, 0), 1),
+        NotCreated(ReferenceId(OTHER, OWNER, 0)),
+        NotCreated(ReferenceId(USER, OTHER, 0)),
+        HoldAck(ReferenceId(USER, OTHER, 0), 1),
+        Gone(ReferenceId(USER, OTHER, 0), 1),
+        DropAck(ReferenceId(USER, OTHER, 0), 1),
+    ],
+    ids=str,
+)
+def test_a_worker_has_a_say_only_in_what_is_its_own(
+    message: Hold | Drop | NotCreated | HoldAck | Gone | DropAck,
+) -> None:
+    owner = References(OWNER, RESEND_S)
+    with pytest.raises(ProtocolError, match="worker 1 has no say"):
+        owner.message(USER, message)
+    assert owner.leaks() == []
+    assert owner.take_actions() == []
+
+
+@pytest.mark.parametrize(
+    "message", [Handed(7), HandedAck(7), NotHanded(7), HoldAck(X, 9), Gone(X, 9), DropAck(X, 9)]
+)
+def test_answers_to_no_question_change_nothing(message: Handed) -> None:
+    user = make_user()
+    user.message(OWNER, message)
+    assert user.leaks() == [Leak(X, 1, 0, ())]
+
+
+def test_each_request_waits_one_interval_at_least() -> None:
+    user = make_user()
+    user.tick(0.0)
+    user.tick(RESEND_S - 0.1)
+    user.handle_dropped(X)
+    user.take_actions()
+    user.tick(RESEND_S)
+    assert user.take_actions() == []
+    user.tick(2 * RESEND_S)
+    assert user.take_actions() == [Send(OWNER, Drop(X, 1))]
+
+
+def test_numbers_seen_take_no_memory_once_the_gaps_are_filled() -> None:
+    seen = SeenNumbers(first=1)
+    assert 0 in seen
+    assert [seen.add(number) for number in (3, 2, 3, 5)] == [True, True, False, True]
+    assert 1 not in seen
+    assert len(seen._above) == 3
+    assert seen.add(1)
+    assert len(seen._above) == 1
+    assert [seen.add(number) for number in (1, 2, 3, 5)] == [False] * 4
+
+
+class TestGoingHome:
+    def test_it_counts_a_handle_and_no_message_is_sent(self) -> None:
+        owner = make_owner()
+        assert owner.came_home(X)
+        assert owner.take_actions() == []
+        assert owner.leaks() == [Leak(X, 1, 0, (USER,))]
+        owner.handle_dropped(X)
+        assert owner.leaks() == [Leak(X, 0, 0, (USER,))]
+
+    def test_the_handle_keeps_the_value_when_the_user_has_dropped_it(self, wire: Wire) -> None:
+        reference = wire.create()
+        assert wire.owner.came_home(reference)
+        wire.user.handle_dropped(reference)
+        assert wire.flow() == []
+        wire.owner.handle_dropped(reference)
+        assert wire.flow() == [(OWNER, ReleaseValue(reference))]
+        assert wire.is_clean()
+
+    def test_it_may_come_before_the_call_that_makes_the_value(self) -> None:
+        owner = References(OWNER, RESEND_S)
+        assert owner.came_home(X)
+        assert owner.is_awaited(X)
+        assert owner.created(X)
+        assert owner.leaks() == [Leak(X, 1, 0, (USER,))]
+
+    def test_it_is_told_that_the_value_is_gone(self, wire: Wire) -> None:
+        reference = wire.create()
+        wire.user.handle_dropped(reference)
+        assert wire.flow() == [(OWNER, ReleaseValue(reference))]
+        assert wire.owner.came_home(reference)
+        assert wire.flow() == [(OWNER, ValueGone(reference))]
+        wire.owner.handle_dropped(reference)
+        assert wire.flow() == []
+        assert wire.is_clean()
+
+    def test_no_handle_is_counted_at_the_end_of_the_program(self) -> None:
+        owner = make_owner()
+        owner.drop_all()
+        assert not owner.came_home(X)
+
+    def test_a_reference_that_lives_elsewhere_is_an_error(self) -> None:
+        with pytest.raises(ProtocolError, match="does not belong to worker 2"):
+            References(OTHER, RESEND_S).came_home(X)
+
+
+def test_the_census_counts_what_is_shared() -> None:
+    wire = Wire()
+    nothing = Census(0, 0, 0, 0, 0)
+    mine = wire.owner.owned()
+    assert wire.owner.census() == nothing
+    token = wire.owner.hand_on(mine, USER)
+    assert wire.owner.census() == Census(1, 0, 0, 1, 0)
+    assert wire.user.received(mine, token, OWNER)
+    assert wire.user.census() == Census(0, 0, 1, 0, 1)
+    wire.flow()
+    assert wire.owner.census() == Census(1, 1, 0, 0, 0)
+    assert wire.user.census() == nothing
+    wire.user.handle_dropped(mine)
+    assert wire.user.census() == Census(0, 0, 0, 0, 1)
+    wire.flow()
+    assert wire.owner.census() == wire.user.census() == nothing

@@ -1,0 +1,176 @@
+"""Device maps as texts: registered, read back, and checked in a group."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tables import cases
+from tests.thorough import examples
+from torchweft.engine.protocol.registration import (
+    DEVICES,
+    NO_DEVICES,
+    DeviceNames,
+    Devices,
+    Registration,
+    check_devices,
+)
+from torchweft.errors import ConfigurationError, ProtocolError
+
+CUDA = [f"cuda:{index}" for index in range(4)]
+
+
+def settings_of(
+    maps: dict[str, DeviceNames] | None = None, *listed: str, count: int | None = 2
+) -> Devices:
+    return Devices(maps or {}, listed, count)
+
+
+def test_a_worker_without_settings_registers_nothing() -> None:
+    assert NO_DEVICES.as_facts() == {}
+    assert Devices({}, (), 4).as_facts() == {}
+    assert Registration("a", 0, ()).devices is NO_DEVICES
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.dictionaries(
+        st.text(max_size=3),
+        st.dictionaries(st.sampled_from(["cpu", *CUDA]), st.sampled_from(["cpu", *CUDA])),
+    ),
+    st.lists(st.sampled_from(CUDA)),
+    st.none() | st.integers(0, 9),
+)
+def test_settings_survive_a_registration(
+    maps: dict[str, DeviceNames], listed: list[str], count: int | None
+) -> None:
+    devices = Devices(maps, tuple(listed), count)
+    sent = Registration("a", 0, (), facts=devices.as_facts())
+    received = Registration.decode(sent.encode())
+    assert received == sent  # A worker finds itself in the directory by this.
+    assert received.devices == (devices if maps or listed else NO_DEVICES)
+
+
+@cases(
+    "told",
+    [
+        None,
+        3,
+        {},
+        {"maps": {}, "listed": []},
+        {"maps": [], "listed": [], "count": None},
+        {"maps": {"b": []}, "listed": [], "count": None},
+        {"maps": {"b": {"cuda:0": 1}}, "listed": [], "count": None},
+        {"maps": {"b": {"cuda": "cuda:0"}}, "listed": [], "count": None},
+        {"maps": {"b": {"cuda:0": "cuda:00"}}, "listed": [], "count": None},
+        {"maps": {"b": {"cuda:0": "cuda:1000"}}, "listed": [], "count": None},
+        {"maps": {"b": {"cuda:-1": "cpu"}}, "listed": [], "count": None},
+        {"maps": {}, "listed": 3, "count": None},
+        {"maps": {}, "listed": [3], "count": None},
+        {"maps": {}, "listed": ["mps"], "count": None},
+        {"maps": {}, "listed": [], "count": -1},
+        {"maps": {}, "listed": [], "count": True},
+        {"maps": {}, "listed": [], "count": "2"},
+        {"maps": {}, "listed": [], "count": 1001},
+        {"maps": {}, "listed": ["cuda:1\u0663"], "count": None},
+    ],
+)
+def test_malformed_settings_make_a_registration_malformed(told: Any) -> None:
+    registration = {**Registration("a", 0, ()).as_json(), "facts": {DEVICES: told}}
+    with pytest.raises(ProtocolError, match="registration is malformed"):
+        Registration.decode(json.dumps(registration).encode())
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (NO_DEVICES, False),
+        (settings_of({"b": {"cpu": "cpu"}}), False),
+        (settings_of({"b": {"cpu": "cuda:0"}}), True),
+        (settings_of({"b": {"cuda:0": "cpu"}}), True),
+        (settings_of({}, "cuda:0"), True),
+    ],
+)
+def test_whether_devices_need_to_be_counted(devices: Devices, expected: bool) -> None:
+    assert devices.names_cuda == expected
+
+
+FITTING = {
+    "worker0": settings_of({"worker1": {"cuda:0": "cuda:1", "cpu": "cpu"}, "worker0": {}}),
+    "worker1": settings_of({"worker0": {"cuda:0": "cpu"}}, "cuda:0", "cuda:1"),
+    "worker2": settings_of({"worker1": {"cpu": "cuda:0"}}, count=0),
+    "worker3": NO_DEVICES,
+}
+
+
+def test_settings_that_fit() -> None:
+    check_devices(FITTING, is_open=False)
+    # A worker that has not counted its devices says when a tensor arrives that it lacks one.
+    uncounted = {"worker3": settings_of({"worker2": {"cpu": "cuda:7"}}, count=0)}
+    check_devices({"worker2": NO_DEVICES, **uncounted}, is_open=False)
+
+
+@cases(
+    ("wrong", "message"),
+    [
+        (
+            settings_of({"none_exist": {"cuda:0": "cuda:1"}}),
+            r"Node worker0 has invalid target node names in its device maps: 'none_exist'; "
+            "the group has 'worker0', 'worker1', 'worker2', 'worker3'",
+        ),
+        (
+            settings_of({"worker1": {"cuda:2": "cuda:0"}}),
+            "Node worker0 has source devices with invalid indices in its device map for worker1 "
+            r"\(cuda:2 to cuda:0\); worker 'worker0' has cuda:0, cuda:1",
+        ),
+        (
+            settings_of({"worker2": {"cuda:0": "cuda:0"}}),
+            "Node worker0 has target devices with invalid indices in its device map for worker2.*"
+            "worker 'worker2' has no CUDA device",
+        ),
+        (
+            settings_of({"worker0": {"cuda:0": "cuda:2"}}),
+            "Node worker0 has target devices with invalid indices in its device map for worker0",
+        ),
+        (
+            settings_of({"worker1": {"cuda:1": "cuda:0", "cuda:0": "cuda:0"}}),
+            "Node worker0 has duplicated target devices in its device map for worker1",
+        ),
+        (
+            settings_of({"worker1": {"cuda:0": "cuda:0"}}, "cuda:1"),
+            "Node worker0 has unexpected source devices in its device map for worker1.*"
+            "worker 'worker0' lists cuda:1 as its devices",
+        ),
+        (
+            settings_of({"worker1": {"cuda:0": "cuda:3"}}),
+            "Node worker0 has unexpected target devices in its device map for worker1.*"
+            "worker 'worker1' lists cuda:0, cuda:1",
+        ),
+        (
+            settings_of({}, "cuda:0", "cuda:0"),
+            "Node worker0 has duplicated devices: cuda:0, cuda:0",
+        ),
+        (settings_of({}, "cuda:2"), "Node worker0 has devices with invalid indices: cuda:2"),
+    ],
+)
+def test_settings_that_do_not_fit(wrong: Devices, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        check_devices({**FITTING, "worker0": wrong}, is_open=False)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_all_workers_name_the_first_that_is_wrong() -> None:
+    wrong = settings_of({"worker0": {"cuda:5": "cuda:0"}})
+    with pytest.raises(ConfigurationError, match=r"^Node worker1 has source"):
+        check_devices({**FITTING, "worker2": wrong, "worker1": wrong}, is_open=False)
+
+
+def test_a_map_may_be_for_a_worker_that_joins_later() -> None:
+    alone = {"worker0": settings_of({"worker9": {"cuda:0": "cuda:8"}})}
+    check_devices(alone, is_open=True)
+    with pytest.raises(ConfigurationError, match="target devices with invalid indices"):
+        check_devices({**alone, "worker9": FITTING["worker2"]}, is_open=True)

@@ -1,0 +1,28 @@
+"""Nothing that others have made controls the terminal that shows the log."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import torchweft.engine.threads.reports  # noqa: F401
+
+HOSTILE = "\x1b]0;owned\x07\x9b31m"
+
+
+def test_messages_and_errors_are_escaped(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("torchweft")
+    log.warning("worker says %s", HOSTILE)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        log.exception("a call failed")
+    assert caplog.text.count(r"\x1b]0;owned\x07\x9b31m") == 2
+    assert "\x1b" not in caplog.text
+    assert "\x9b" not in caplog.text
+
+
+def test_a_record_without_them_keeps_its_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("torchweft").warning("worker %r has %d\nlines", "a", 2)
+    assert caplog.records[-1].args == ("a", 2)

@@ -1,0 +1,458 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.certificates import Authority
+from tests.unit.engine.worker.group import KEY, LIMIT_S, TOKEN, Member, group_of, wait_until
+from torchweft import knobs
+from torchweft.engine.io import addresses, handshake
+from torchweft.engine.io.handshake import Greeting, Handshake, NotProven, frame_with, new_voucher
+from torchweft.engine.io.link import shut
+from torchweft.engine.io.secure import SecureConnection
+from torchweft.engine.io.secure.connection import TlsStream
+from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker.connecting import Acceptor
+from torchweft.errors import WorkerLost
+from torchweft.secret import Secret
+
+STRANGERS = 4
+AT_ONCE_S = 5.0
+"""Less than the time that a connection may take."""
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
+    with (
+        knobs.STRANGER_LIMIT.override(STRANGERS),
+        knobs.CONNECT_TIMEOUT_S.override(LIMIT_S),
+        group_of(2, over=request.param) as members,
+    ):
+        for member in members:
+            member.start()
+        yield members
+
+
+def dial(member: Member) -> socket.socket:
+    connection = addresses.dial(member.address, LIMIT_S)
+    connection.settimeout(LIMIT_S)
+    return connection
+
+
+def ended_ones(strangers: list[socket.socket]) -> list[socket.socket]:
+    """Returns the connections that the other side has closed, without waiting."""
+    ended = []
+    for stranger in strangers:
+        stranger.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while has_said_more(stranger):
+                pass
+            ended.append(stranger)
+    return ended
+
+
+def has_said_more(stranger: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        return bool(stranger.recv(1000))
+    return False
+
+
+def is_hung_up_on(stranger: socket.socket) -> bool:
+    """Waits until the other side closes a connection; discards the data that it sent first."""
+    with contextlib.suppress(ConnectionResetError):
+        while stranger.recv(1000):
+            pass
+    return True
+
+
+def test_strangers_beyond_the_limit_turn_out_the_oldest(pair: list[Member]) -> None:
+    first, second = pair
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(dial(second)) for _ in range(3 * STRANGERS)]
+        taken = second.agent._acceptor._strangers._open
+        wait_until(lambda: len(ended_ones(strangers)) == 2 * STRANGERS)
+        assert len(taken) == STRANGERS
+        # Members still get in. Over a Unix socket, one may be a stranger until its voucher comes.
+        first.agent.connect(first.peer(second))
+        assert first.peer(second).lost is None
+        is_over_unix = isinstance(second.address, addresses.UnixAddress)
+        assert STRANGERS - is_over_unix <= len(taken) <= STRANGERS
+        assert 2 * STRANGERS <= len(ended_ones(strangers)) <= 2 * STRANGERS + is_over_unix
+        oldest = next(iter(taken))
+        with dial(second), dial(second):
+            wait_until(lambda: oldest not in taken)
+    wait_until(lambda: not taken)
+
+
+def test_strangers_that_go_slowly_occupy_no_more_threads_and_none_of_a_member(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    running: list[socket.socket] = []
+    counts: list[int] = []
+    may_end = threading.Event()
+    greet = Acceptor._greet
+
+    def greet_slowly(acceptor: Acceptor, connection: socket.socket) -> Any:
+        if connection in acceptor._strangers._members:
+            return greet(acceptor, connection)
+        running.append(connection)
+        counts.append(len(running))
+        try:
+            assert may_end.wait(LIMIT_S)
+            return greet(acceptor, connection)
+        finally:
+            running.remove(connection)
+
+    with contextlib.ExitStack() as stack:
+        monkeypatch.setattr(Acceptor, "_greet", greet_slowly)
+        strangers = [stack.enter_context(dial(second)) for _ in range(5 * STRANGERS)]
+        # Nobody serves those in the middle, and they are closed all the same.
+        wait_until(lambda: set(strangers[STRANGERS:-STRANGERS]) <= set(ended_ones(strangers)))
+        if isinstance(second.address, addresses.UnixAddress):
+            may_end.set()  # Here a member's connection may come before its voucher.
+        first.agent.connect(first.peer(second))
+        assert first.peer(second).lost is None
+        may_end.set()
+    wait_until(lambda: not running)
+    assert max(counts) <= STRANGERS
+
+
+def slow_member(member: Member, stack: contextlib.ExitStack) -> socket.socket:
+    """Dials a member as a member does, up to the voucher."""
+    connection = addresses.dial(member.address, LIMIT_S, speaks_first=True)
+    stack.enter_context(connection)
+    connection.sendall(frame_with(new_voucher(KEY, member.agent.info.id)))
+    return connection
+
+
+def greet_as(connection: socket.socket, worker: int) -> str:
+    """Greets over a connection; returns the refusal, empty if it is welcome."""
+    handshake = Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)
+    handshake.send(Kind.HELLO, Greeting(worker, facts={"purpose": "introduction"}))
+    return handshake.receive(Kind.WELCOME).refusal
+
+
+def test_a_member_that_is_slow_keeps_its_place_in_a_flood(pair: list[Member]) -> None:
+    first, second = pair
+    with contextlib.ExitStack() as stack:
+        member = slow_member(second, stack)
+        wait_until(lambda: second.agent._acceptor._strangers._members)
+        strangers = [stack.enter_context(dial(second)) for _ in range(5 * STRANGERS)]
+        wait_until(lambda: len(ended_ones(strangers)) == 4 * STRANGERS)
+        assert greet_as(member, first.agent.info.id) == ""
+        wait_until(lambda: not second.agent._acceptor._strangers._members)
+
+
+def test_a_member_whose_tls_handshake_is_slow_keeps_its_place_in_a_flood(tmp_path: Path) -> None:
+    options = Authority(tmp_path).options()
+    stream = TlsStream(options.client_context(), is_server=False, server_name=new_voucher(KEY, 1))
+    with (
+        knobs.STRANGER_LIMIT.override(STRANGERS),
+        knobs.CONNECT_TIMEOUT_S.override(LIMIT_S),
+        group_of(2, over="tcp", tls=options) as (first, second),
+        contextlib.ExitStack() as stack,
+    ):
+        second.start()
+        member = stack.enter_context(addresses.dial(second.address, LIMIT_S, speaks_first=True))
+        assert not stream.shake_hands()
+        member.sendall(stream.take())
+        wait_until(lambda: second.agent._acceptor._strangers._members)
+        strangers = [stack.enter_context(dial(second)) for _ in range(5 * STRANGERS)]
+        wait_until(lambda: len(ended_ones(strangers)) == 4 * STRANGERS)
+        while not stream.shake_hands():
+            stream.feed(member.recv(1 << 16))
+        member.sendall(stream.take())
+        # What the worker said beside its handshake is kept for the first reader.
+        secure: Any = SecureConnection(member, stream)
+        assert secure.recv(1) == b"\1"  # It accepts the certificate.
+        assert greet_as(secure, first.agent.info.id) == ""
+
+
+def test_members_have_so_many_places_and_no_more(pair: list[Member]) -> None:
+    first, second = pair
+    admitted = second.agent._acceptor._strangers
+    with contextlib.ExitStack() as stack:
+        members = [slow_member(second, stack) for _ in range(STRANGERS)]
+        wait_until(lambda: len(admitted._members) == STRANGERS)
+        late = slow_member(second, stack)
+        wait_until(lambda: admitted._open)
+        assert len(admitted._members) == STRANGERS
+        # It is served as a stranger.
+        assert greet_as(late, first.agent.info.id) == ""
+        assert {greet_as(each, first.agent.info.id) for each in members} == {""}
+
+
+@pytest.mark.parametrize(
+    "voucher",
+    [
+        new_voucher(Secret(bytes(32)), 1),
+        new_voucher(KEY, 2),
+        new_voucher(KEY, 1)[1:],
+        new_voucher(KEY, 1).replace("weft", "worn"),
+    ],
+    ids=["another key", "for another worker", "cut", "another name"],
+)
+def test_a_false_voucher_is_none(pair: list[Member], voucher: str) -> None:
+    first, second = pair
+    with dial(second) as connection:
+        connection.sendall(frame_with(voucher))
+        wait_until(lambda: second.agent._acceptor._strangers._open)
+        wait_until(lambda: not second.agent._acceptor._strangers._silent)
+        assert not second.agent._acceptor._strangers._members
+        assert greet_as(connection, first.agent.info.id) == ""
+
+
+def test_a_voucher_that_is_sent_again_is_none(pair: list[Member]) -> None:
+    first, second = pair
+    voucher = frame_with(new_voucher(KEY, second.agent.info.id))
+    with dial(second) as member, dial(second) as copy:
+        member.sendall(voucher)
+        wait_until(lambda: len(second.agent._acceptor._strangers._members) == 1)
+        copy.sendall(voucher)
+        wait_until(lambda: second.agent._acceptor._strangers._open)
+        wait_until(lambda: not second.agent._acceptor._strangers._silent)
+        assert len(second.agent._acceptor._strangers._members) == 1
+        assert greet_as(member, first.agent.info.id) == ""
+        assert greet_as(copy, first.agent.info.id) == ""
+
+
+@pytest.fixture
+def turned_out(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
+    """Ends the next connections before they are proven, three of them; returns those."""
+    ended: list[socket.socket] = []
+    greet = Acceptor._greet
+
+    def greet_later_ones(acceptor: Acceptor, connection: socket.socket) -> Any:
+        if len(ended) < 3:
+            ended.append(connection)
+            shut(connection)
+        return greet(acceptor, connection)
+
+    monkeypatch.setattr(Acceptor, "_greet", greet_later_ones)
+    return ended
+
+
+def test_a_newcomer_whose_connection_ends_introduces_itself_again(
+    pair: list[Member], turned_out: list[socket.socket]
+) -> None:
+    first, second = pair
+    first.agent.introduce(first.peer(second), LIMIT_S)
+    assert len(turned_out) == 3
+
+
+def test_a_newcomer_whose_connections_all_end_hears_so_in_time(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    monkeypatch.setattr(Acceptor, "_greet", lambda _, connection: connection.close())
+    began_s = time.monotonic()
+    with pytest.raises(ConnectionError):
+        first.agent.introduce(first.peer(second), 0.3)
+    assert time.monotonic() - began_s < AT_ONCE_S
+
+
+def test_a_worker_that_shuts_down_introduces_itself_no_more(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    ended: list[socket.socket] = []
+
+    def turn_out(_: Acceptor, connection: socket.socket) -> None:
+        connection.close()
+        ended.append(connection)
+
+    monkeypatch.setattr(Acceptor, "_greet", turn_out)
+    with ThreadPoolExecutor(1) as pool:
+        introduced = pool.submit(first.agent.introduce, first.peer(second), LIMIT_S)
+        wait_until(lambda: len(ended) > 2)
+        first.close()
+        assert isinstance(introduced.exception(AT_ONCE_S), ConnectionError)
+
+
+def test_a_stranger_is_greeted_if_no_more_connections_follow_the_last_of_a_round(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchweft.engine.worker.connecting._AT_A_TIME", 1)
+    for _ in range(3):
+        with dial(pair[0]) as stranger:
+            assert stranger.recv(1)  # the begin of its challenge
+
+
+def test_members_get_in_during_a_flood(pair: list[Member]) -> None:
+    first, second = pair
+    flood: list[socket.socket] = []
+
+    def pour() -> None:
+        for _ in range(10):
+            flood.append(dial(second))
+            if len(flood) > 60:
+                flood.pop(0).close()
+
+    for _ in range(5):
+        pour()
+    first.agent.connect(first.peer(second))
+    pour()
+    second.agent.connect(second.peer(first))
+    assert first.peer(second).lost is None
+    for stranger in flood:
+        stranger.close()
+    wait_until(lambda: not second.agent._acceptor._strangers._open)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x01\0\0\0" + (200_000).to_bytes(4, "little") + bytes(8) + b"[" * 200_000,
+        bytes(range(256)) * 10,
+        b"",
+    ],
+    ids=["http", "large", "noise", "silent"],
+)
+def test_a_stranger_is_hung_up_on_and_told_nothing(pair: list[Member], said: bytes) -> None:
+    _, second = pair
+    with dial(second) as stranger:
+        challenge = stranger.recv(1000)
+        with contextlib.suppress(OSError):  # The connection may end before all data is sent.
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1000) == b""
+    assert TOKEN.encode() not in challenge
+    assert second.agent.links.all() == []
+
+
+def test_a_stranger_has_only_so_much_time() -> None:
+    with (
+        knobs.CONNECT_TIMEOUT_S.override(0.1),
+        group_of(1) as [member],
+    ):
+        member.start()
+        began_s = time.monotonic()
+        with dial(member) as stranger:
+            assert is_hung_up_on(stranger)
+        assert 0.1 <= time.monotonic() - began_s < AT_ONCE_S
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_a_worker_with_another_secret_is_turned_away_at_once(over: str) -> None:
+    tokens = (TOKEN, TOKEN[::-1])
+    with (
+        knobs.CONNECT_TIMEOUT_S.override(LIMIT_S),
+        group_of(2, over=over, tokens=tokens) as (first, second),
+    ):
+        for member in (first, second):
+            member.start()
+        began_s = time.monotonic()
+        with pytest.raises(WorkerLost, match="another secret, or another run") as caught:
+            first.agent.connect(first.peer(second))
+        assert time.monotonic() - began_s < AT_ONCE_S
+        cause: BaseException | None = caught.value
+        causes = []
+        while cause is not None:
+            causes.append(type(cause))
+            cause = cause.__cause__
+        assert NotProven in causes
+        assert second.peer(first).lost is None
+        assert second.agent.links.all() == []
+
+
+def test_a_recorded_greeting_does_not_get_anybody_in(pair: list[Member]) -> None:
+    first, second = pair
+    recorded: list[bytes] = []
+    with dial(second) as member:
+        keeping = KeepingSocket(member, recorded)
+        handshake = Handshake.dial(keeping, KEY, time.monotonic() + LIMIT_S)  # type: ignore[arg-type]
+        handshake.send(Kind.HELLO, Greeting(0, facts={"purpose": "introduction"}))
+        assert handshake.receive(Kind.WELCOME).refusal == ""
+    with dial(second) as stranger:
+        stranger.recv(1000)
+        stranger.sendall(b"".join(recorded))
+        kind = stranger.recv(1000)[:1]
+        assert kind == bytes([Kind.GOODBYE])
+    assert first.agent.links.all() == second.agent.links.all() == []
+
+
+class KeepingSocket:
+    """A socket that keeps what is written to it."""
+
+    def __init__(self, connection: socket.socket, written: list[bytes]) -> None:
+        self._connection = connection
+        self._written = written
+
+    def sendall(self, data: bytes) -> None:
+        self._written.append(data)
+        self._connection.sendall(data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connection, name)
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+@pytest.mark.parametrize(
+    ("user", "has_secret", "is_let_in"),
+    [
+        (54321, False, False),
+        (None, False, False),
+        (54321, True, True),
+        (0, False, True),
+        (os.geteuid(), False, True),
+    ],
+)
+def test_without_a_secret_other_users_are_turned_away(
+    monkeypatch: pytest.MonkeyPatch, over: str, user: int | None, has_secret: bool, is_let_in: bool
+) -> None:
+    with group_of(1, over=over) as [member]:
+        member.agent._connector.has_secret = has_secret
+        member.start()
+        monkeypatch.setattr(handshake, "user_of", lambda connection: user)
+        with dial(member) as connection:
+            if is_let_in:
+                Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)
+            else:
+                # It does not even get a challenge, though it has the key.
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1000) == b""
+
+
+def test_the_worker_that_was_here_before_is_not_taken_for_this_one(pair: list[Member]) -> None:
+    _, second = pair
+    with dial(second) as connection:
+        handshake = Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)
+        handshake.send(Kind.HELLO, Greeting(0, facts={"to": 17}))
+        assert handshake.receive(Kind.WELCOME).refusal == "the worker that was here is gone"
+
+
+def test_who_closes_turns_away_who_has_not_said_who_it_is(pair: list[Member]) -> None:
+    _, second = pair
+    with dial(second) as stranger:
+        wait_until(lambda: second.agent._acceptor._strangers._open)
+        began_s = time.monotonic()
+        second.close()
+        assert time.monotonic() - began_s < AT_ONCE_S - 1
+        assert is_hung_up_on(stranger)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        with socket.create_connection(listener.getsockname(), LIMIT_S) as late:
+            second.agent._acceptor.accept(listener)
+            assert is_hung_up_on(late)
+
+
+def test_another_key_opens_nothing(pair: list[Member]) -> None:
+    _, second = pair
+    with dial(second) as connection:
+        handshake = Handshake.dial(connection, Secret(bytes(32)), time.monotonic() + LIMIT_S)
+        handshake.send(Kind.HELLO, Greeting(0, facts={"purpose": "introduction"}))
+        with pytest.raises(NotProven):
+            handshake.receive(Kind.WELCOME)
+        assert connection.recv(1) == b""

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+import select
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+from torchweft.engine.protocol import joining
+from torchweft.engine.protocol.joining import Admission
+from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.worker.rendezvous import SignedStore, enter, join, note_left, open_store
+from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
+from torchweft.launch.meeting import StoreServer
+from torchweft.secret import Secret
+
+LIMIT_S = 10.0
+
+
+def signed(store: Any) -> SignedStore:
+    return SignedStore(store, None)
+
+
+_numbers = itertools.count()
+
+
+def newcomer(name: str, rank: int) -> Registration:
+    """Returns the registration of a worker, which has an address of its own."""
+    return Registration(name, rank, (f"unix:@{next(_numbers)}",))
+
+
+def come(store: Any, name: str, rank: int) -> Admission:
+    return enter(signed(store), newcomer(name, rank), LIMIT_S)
+
+
+def test_those_who_come_later_see_those_who_came_earlier() -> None:
+    store = HashStore()
+    first, second, third = (come(store, name, rank) for rank, name in enumerate("abc"))
+    assert first.earlier == {}
+    assert second.earlier == {0: first.me}
+    assert third.earlier == {0: first.me, 1: second.me}
+    assert first.token == second.token == third.token
+    assert len(first.token) == 32
+
+
+def test_who_has_left_is_not_seen() -> None:
+    store = HashStore()
+    first, second = come(store, "a", 0), come(store, "b", 1)
+    note_left(store, first.me.id, first.token)
+    assert come(store, "c", 2).earlier == {1: second.me}
+
+
+class CountingStore:
+    """Counts the operations of a store."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.count = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.count += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.keeps("threads", "descriptors")  # of PyTorch's stores
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "launcher"])
+def test_joining_and_the_store_do_not_grow_with_those_who_came_before(
+    kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "store"
+    with contextlib.closing(StoreServer()) as server, serving(server):
+        store: Any
+        if kind == "tcp":
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        elif kind == "hash":
+            store = HashStore()
+        else:
+            method = server.init_method if kind == "launcher" else f"file://{path}"
+            store = open_store(method, 0, None, LIMIT_S)
+        size_of: dict[str, Callable[[], int]] = {
+            "launcher": lambda: sum(map(len, (*server._values, *server._values.values()))),
+            "file": lambda: path.stat().st_size,
+        }
+        prefixed = PrefixStore("weft/0", store)
+        come(prefixed, "server", 0)
+        counts, sizes = [], []
+        for number in range(80):
+            # Half of the ranks come again.
+            counted = CountingStore(prefixed)
+            admission = come(counted, f"client{number}", 1 + number % 40)
+            assert list(admission.earlier) == [0]
+            counts.append(counted.count)
+            note_left(prefixed, admission.me.id, admission.token)
+            sizes.append(size_of.get(kind, store.num_keys)())
+        assert max(counts[-10:]) <= max(counts[:10])
+        digits = 20 if kind in size_of else 0
+        assert max(sizes[-10:]) <= max(sizes[:10]) + digits
+
+
+@contextlib.contextmanager
+def serving(server: StoreServer) -> Iterator[None]:
+    ended = threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            if select.select([server], [], [], 0.05)[0]:
+                server.serve()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_who_wrote_in_another_run_is_not_there() -> None:
+    old, store = HashStore(), HashStore()
+    stale = come(old, "a", 0)
+    store.set("present", "[0, 0]")
+    store.set(f"member/0/{stale.token}", old.get(f"member/0/{stale.token}"))
+    assert come(store, "b", 1).earlier == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["?", "{}", "[]", "[-2]", "[[]]", "[1e9]", "[" * 100_000, "[70000]", "[0, [0]]", "[0, [0, 1]]"],
+)
+def test_a_malformed_table_is_refused(text: str) -> None:
+    store = HashStore()
+    store.set("present", text)
+    with pytest.raises(RendezvousError, match="value of 'present' is malformed"):
+        come(store, "a", 0)
+
+
+def test_an_id_names_one_life() -> None:
+    store = HashStore()
+    lives = [come(store, "a", 3).me for _ in range(3)]
+    assert [life.id for life in lives] == [0, 1, 2]
+    assert [life.rank for life in lives] == [3, 3, 3]
+    other = come(store, "b", 3000).me
+    assert (other.id, other.rank) == (3, 3000)
+    assert Registration.decode(lives[1].encode()) == lives[1]
+
+
+def test_of_two_who_come_at_once_one_sees_the_other() -> None:
+    store = HashStore()
+    came: list[Admission] = []
+    threads = [
+        threading.Thread(target=lambda rank=rank: came.append(come(store, f"w{rank}", rank)))
+        for rank in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    by_id = {admitted.me.id: admitted for admitted in came}
+    order = sorted(by_id, key=lambda each: len(by_id[each].earlier))
+    for place, each in enumerate(order):
+        assert list(by_id[each].earlier) == order[:place]
+        assert list(by_id[each].earlier.values()) == [by_id[one].me for one in order[:place]]
+
+
+class DyingStore:
+    """Ends the life of its user before a change of a key.
+
+    Args:
+        store: Does the other operations.
+        key: The beginning of the key.
+    """
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        if key.startswith(self._key):
+            raise EOFError
+        self._store.set(key, value)
+
+
+@pytest.mark.parametrize("secret", [None, Secret(b"known to all of the group")])
+def test_one_that_died_before_it_wrote_its_key_is_seen_and_leaves_nothing(
+    secret: Secret | None,
+) -> None:
+    store = HashStore()
+    sizes = []
+    for _ in range(3):
+        dying = SignedStore(DyingStore(store, "member"), secret)
+        with pytest.raises(EOFError):
+            enter(dying, newcomer("a", 1), LIMIT_S)
+        admission = enter(SignedStore(store, secret), newcomer("b", 2), LIMIT_S)
+        (dead,) = admission.earlier.values()
+        assert dead.name == "a"
+        for each in (dead, admission.me):
+            note_left(store, each.id, admission.token)
+        sizes.append((store.num_keys(), len(store.get("present"))))
+    assert len(set(sizes)) == 1
+
+
+def test_lives_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr(joining, "ID_LIMIT", 2)
+    for _ in range(2):
+        come(store, "a", 0)
+    with pytest.raises(ConfigurationError, match="start a new group"):
+        come(store, "a", 0)
+
+
+def test_a_closed_group_stays_closed_and_an_open_one_open() -> None:
+    store = HashStore()
+    join(signed(store), Registration("a", 0, ("unix:@x",)), 1, LIMIT_S)
+    with pytest.raises(RendezvousError, match=r"mixes statically and dynamically.*is closed"):
+        come(store, "b", 1)
+    store = HashStore()
+    come(store, "b", 1)
+    with pytest.raises(RendezvousError, match=r"mixes statically and dynamically.*is open"):
+        join(signed(store), Registration("a", 0, ("unix:@x",)), 1, LIMIT_S)
+
+
+class BrokenStore:
+    """A store whose server has gone."""
+
+    def compare_set(self, *_: object) -> bytes:
+        raise RuntimeError("connection reset")
+
+    set = check = wait = compare_set
+
+
+def test_a_store_that_does_not_answer() -> None:
+    with pytest.raises(RendezvousTimeout, match=r"store did not answer.*connection reset"):
+        enter(signed(BrokenStore()), Registration("a", 0, ()), 0.0)
+    with pytest.raises(RendezvousError, match="connection reset"):
+        enter(signed(BrokenStore()), Registration("a", 0, ()), LIMIT_S)
+    note_left(BrokenStore(), 1, "")

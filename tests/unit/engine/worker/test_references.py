@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.unit.engine.worker.group import Member, group_of
+from torchweft import knobs
+from torchweft.engine.worker.references import OwnedValue
+from torchweft.errors import OwnerLost, ReferenceGone
+from torchweft.ids import ReferenceId
+
+LIMIT_S = 20.0
+
+
+class Value:
+    """A value whose deletion a weak reference can observe."""
+
+
+def await_true(claim: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(5000):
+        if claim():
+            return
+        pause.wait(0.001)
+    raise AssertionError("it never comes true")
+
+
+@pytest.fixture
+def trio() -> Iterator[list[Member]]:
+    with knobs.REFERENCE_BATCH_S.override(0.001), group_of(3) as members:
+        for member in members:
+            member.start()
+        yield members
+
+
+def hand_on(giver: Member, taker: Member, reference: ReferenceId) -> bool:
+    """Hands a reference on, as a message that contains it does."""
+    handed = giver.references.hand_on(reference, giver.peer(taker))
+    return taker.references.received(handed, taker.peer(giver))
+
+
+def test_an_owned_value_is_ready_once_and_calls_back_once() -> None:
+    owned, told = OwnedValue(), []
+    owned.when_ready(told.append)
+    assert not owned.is_ready
+    assert not owned.wait(0.0)
+    owned.resolve(1)
+    owned.resolve(2, ValueError())
+    assert owned.is_ready
+    assert owned.wait(math.inf)
+    assert (owned.value, owned.error) == (1, None)
+    owned.when_ready(told.append)
+    assert told == [owned, owned]
+
+
+def test_who_waits_for_a_value_may_give_up() -> None:
+    owned, told = OwnedValue(), []
+    owned.when_ready(told.append)
+    assert owned.forget(told.append)
+    assert not owned.forget(told.append)
+    owned.when_ready(told.append)
+    owned.resolve(1)
+    assert told == [owned]
+    assert not owned.forget(told.append)
+
+
+def test_who_blocks_for_a_value_is_let_go_and_nobody_is_called_back() -> None:
+    owned, told = OwnedValue(), []
+    owned.when_ready(told.append)
+    error = ValueError("the worker leaves")
+    owned.give_up(error)
+    assert owned.wait(0.0)
+    owned.resolve(1)
+    assert (owned.value, owned.error, told) == (None, error, [])
+    made = OwnedValue()
+    made.resolve(1)
+    made.give_up(error)
+    assert (made.value, made.error) == (1, None)
+
+
+def test_a_value_ends_with_its_last_handle(trio: list[Member]) -> None:
+    keeper = trio[0].references
+    value = Value()
+    end = weakref.ref(value)
+    reference = keeper.own(value)
+    del value
+    assert keeper.value_of(reference).value is end()
+    assert keeper.counts() == {"owned": 1, "held": 0}
+    keeper.end_handle(reference)
+    await_true(lambda: keeper.counts()["owned"] == 0)
+    gc.collect()
+    assert end() is None
+    with pytest.raises(ReferenceGone, match="keep a reference"):
+        keeper.value_of(reference)
+
+
+def test_a_value_lives_while_another_worker_holds_it(trio: list[Member]) -> None:
+    owner, user, another = trio
+    reference = owner.references.own("value")
+    assert hand_on(owner, user, reference)
+    owner.references.end_handle(reference)
+    await_true(lambda: user.references.is_confirmed(reference))
+    assert hand_on(user, another, reference)
+    user.references.end_handle(reference)
+    await_true(lambda: another.references.is_confirmed(reference))
+    assert owner.references.value_of(reference).value == "value"
+    another.references.end_handle(reference)
+    await_true(lambda: owner.references.counts()["owned"] == 0)
+    await_true(lambda: all(member.references.is_settled() for member in trio))
+
+
+def test_a_value_that_another_worker_asked_for(trio: list[Member]) -> None:
+    owner, user, _ = trio
+    reference = user.references.creating(user.peer(owner))
+    early = owner.references.value_of(reference)
+    owned = owner.references.created(reference)
+    assert owned is early
+    owned.resolve("made")
+    assert owner.references.value_of(reference).value == "made"
+    user.references.end_handle(reference)
+    await_true(lambda: owner.references.counts()["owned"] == 0)
+
+
+def test_a_creation_that_was_taken_back_leaves_nothing(trio: list[Member]) -> None:
+    owner, user, _ = trio
+    reference = user.references.creating(user.peer(owner))
+    user.references.not_created(reference)
+    user.references.end_handle(reference)
+    await_true(lambda: user.references.counts()["held"] == 0)
+    await_true(lambda: all(member.references.is_settled() for member in trio))
+    assert [member.references.report_leaks() for member in trio] == [[], [], []]
+
+
+def test_users_of_a_lost_owner_are_told(trio: list[Member]) -> None:
+    owner, user, _ = trio
+    reference = owner.references.own("value")
+    hand_on(owner, user, reference)
+    await_true(lambda: user.references.is_confirmed(reference))
+    user.agent.lose(user.peer(owner), "killed")
+
+    def is_told() -> bool:
+        try:
+            user.references.check_alive(reference)
+        except OwnerLost:
+            return True
+        return False
+
+    await_true(is_told)
+    with pytest.raises(OwnerLost, match="worker0"):
+        user.references.check_alive(reference)
+
+
+def test_a_lost_user_holds_nothing_any_more(trio: list[Member]) -> None:
+    owner, user, _ = trio
+    reference = owner.references.own("value")
+    hand_on(owner, user, reference)
+    owner.references.end_handle(reference)
+    await_true(lambda: user.references.is_confirmed(reference))
+    owner.agent.lose(owner.peer(user), "killed")
+    await_true(lambda: owner.references.counts()["owned"] == 0)
+
+
+def test_a_leak_is_named_with_where_it_was_made(trio: list[Member]) -> None:
+    keeper = trio[0].references
+    reference = keeper.own("value")
+    code = test_a_leak_is_named_with_where_it_was_made.__code__
+    keeper.note_site(reference, (code, 123))
+    (line,) = keeper.report_leaks()
+    assert f"{__file__}:123" in line
+    assert "1 handles" in line
+
+
+def test_what_is_held_of_others_is_named_until_its_handle_ends(trio: list[Member]) -> None:
+    owner, user, _ = trio
+    own = user.references.own("own")
+    reference = owner.references.own("value")
+    hand_on(owner, user, reference)
+    (line,) = user.references.report_held()
+    assert line.startswith(f"{reference} made at ")
+    assert owner.references.report_held() == []
+    await_true(lambda: user.references.census().unanswered == 0)
+    assert owner.references.census().shared == 1
+    user.references.end_handle(reference)
+    assert user.references.report_held() == []
+    await_true(lambda: owner.references.census().shared == 0)
+    user.references.end_handle(own)
+    owner.references.end_handle(reference)
+
+
+def test_settling_drops_what_is_still_held(trio: list[Member]) -> None:
+    owner, user, _ = trio
+    reference = owner.references.own("value")
+    hand_on(owner, user, reference)
+    for member in trio:
+        member.references.begin_settling()
+    await_true(lambda: all(member.references.is_settled() for member in trio))
+    await_true(lambda: owner.references.counts()["owned"] == 0)
+    assert [member.references.report_leaks() for member in trio] == [[], [], []]

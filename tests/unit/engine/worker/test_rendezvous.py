@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import DistNetworkError, HashStore, PrefixStore
+
+from torchweft import knobs
+from torchweft.engine.protocol import joining
+from torchweft.engine.protocol.registration import Directory, Registration
+from torchweft.engine.worker import rendezvous
+from torchweft.engine.worker.rendezvous import SignedStore, carry_out, join, open_store, perform
+from torchweft.errors import (
+    ConfigurationError,
+    DuplicateName,
+    ProtocolError,
+    RendezvousError,
+    RendezvousTimeout,
+)
+from torchweft.secret import Secret
+
+LIMIT_S = 20.0
+
+
+class Joining(threading.Thread):
+    """Joins a group in a thread of its own."""
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout_s: float = LIMIT_S, name: str = ""
+    ) -> None:
+        super().__init__(name=f"joining-{rank}")
+        self._registration = Registration(name or f"worker{rank}", rank, ("unix:@x",))
+        self._arguments = (store, self._registration, world_size, timeout_s)
+        self.outcome: Directory | BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.outcome = join(*self._arguments)
+        except BaseException as error:
+            self.outcome = error
+
+
+def outcomes(*threads: Joining) -> list[Directory | BaseException | None]:
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    return [thread.outcome for thread in threads]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_all_get_the_same_directory(order: tuple[int, ...]) -> None:
+    store = HashStore()
+    first, *others = outcomes(*[Joining(store, rank, 4) for rank in order])
+    assert isinstance(first, Directory)
+    assert [worker.name for worker in first.workers] == [f"worker{rank}" for rank in range(4)]
+    assert len(first.token) == 32
+    assert others == [first] * 3
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    store = HashStore()
+    early = [Joining(store, rank, 3) for rank in (0, 1)]
+    store.wait(["worker/0", "worker/1"], timedelta(seconds=LIMIT_S))
+    assert all(thread.is_alive() for thread in early)
+    got = outcomes(*early, Joining(store, 2, 3))
+    assert all(isinstance(outcome, Directory) for outcome in got)
+
+
+def test_who_is_missing_is_named_to_everyone() -> None:
+    store = HashStore()
+    # Long enough for a thread to be started on a busy machine.
+    got = outcomes(*[Joining(store, rank, 5, 0.3) for rank in (0, 2, 4)])
+    for outcome in got:
+        assert isinstance(outcome, RendezvousTimeout)
+        assert outcome.missing == (1, 3)
+        assert str(outcome).startswith("ranks 1, 3 of 5 did not join within ")
+        assert "'worker4' (rank 4)" in str(outcome)
+        assert outcome.elapsed_s > 0.2  # An error from rank 0 may arrive slightly early.
+
+
+def test_who_comes_too_late_is_told_so() -> None:
+    store = HashStore()
+    outcomes(Joining(store, 0, 2, 0.01))
+    (outcome,) = outcomes(Joining(store, 1, 2))
+    assert isinstance(outcome, RendezvousTimeout)
+    assert outcome.missing == (1,)
+
+
+def test_without_rank_0_the_others_find_out_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "GRACE_S", 0.01)
+    store = HashStore()
+    (outcome,) = outcomes(Joining(store, 1, 3, 0.01))
+    assert isinstance(outcome, RendezvousTimeout)
+    assert outcome.missing == (0, 2)
+    assert "missing: rank 0, rank 2" in str(outcome)
+
+
+def test_a_name_taken_twice_is_refused_to_everyone() -> None:
+    store = HashStore()
+    got = outcomes(*[Joining(store, rank, 3, name="same" if rank else "") for rank in range(3)])
+    for outcome in got:
+        assert isinstance(outcome, DuplicateName)
+        assert "ranks 1 and 2 both call themselves 'same'" in str(outcome)
+
+
+def test_different_sizes_of_the_group_are_noticed() -> None:
+    store = HashStore()
+    small, large = outcomes(Joining(store, 0, 1), Joining(store, 1, 2))
+    assert isinstance(small, Directory)
+    assert isinstance(large, RendezvousError)
+    assert "a group of 1 workers, this rank one of 2" in str(large)
+
+
+def test_a_registration_that_makes_no_sense_is_refused() -> None:
+    store = HashStore()
+    store.set("worker/1", b"{}")
+    (outcome,) = outcomes(Joining(store, 0, 2))
+    assert isinstance(outcome, ProtocolError)
+
+
+def test_a_directory_of_another_run_is_refused() -> None:
+    """The directory is well-formed; only the absence of this worker reveals the mistake."""
+    old = HashStore()
+    outcomes(Joining(old, 0, 2), Joining(old, 1, 2, name="old"))
+    store = HashStore()
+    store.set("directory", old.get("directory"))
+    (outcome,) = outcomes(Joining(store, 1, 2))
+    assert isinstance(outcome, RendezvousError)
+    assert "does not have rank 1 as it registered" in str(outcome)
+
+
+def test_what_is_not_signed_is_refused_to_everyone() -> None:
+    store, secret = HashStore(), Secret(b"the secret of the group")
+    signed = SignedStore(store, secret)
+    got = outcomes(Joining(signed, 0, 3), Joining(signed, 1, 3), Joining(store, 2, 3))
+    for outcome in got[:2]:
+        assert isinstance(outcome, RendezvousError)
+        assert "'worker/2' was not written with the secret of this worker" in str(outcome)
+    assert isinstance(got[2], ProtocolError)
+
+
+def test_a_lone_worker_joins_at_once() -> None:
+    (outcome,) = outcomes(Joining(HashStore(), 0, 1))
+    assert isinstance(outcome, Directory)
+
+
+def test_an_unknown_init_method_is_refused_with_those_that_work() -> None:
+    with pytest.raises(ConfigurationError, match=r"env://, tcp://host:port, file:///path"):
+        open_store("carrier://pigeon", 0, 1, 1.0)
+
+
+def test_what_the_environment_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR and MASTER_PORT not set"):
+        open_store(None, 0, 1, 1.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ConfigurationError, match="variable MASTER_PORT not set"):
+        open_store("env://", 0, 1, 1.0)
+
+
+def test_a_file_store_is_opened(tmp_path: Any) -> None:
+    store = open_store(f"file://{tmp_path}/store", 0, 1, LIMIT_S)
+    (outcome,) = outcomes(Joining(store, 0, 1))
+    assert isinstance(outcome, Directory)
+
+
+@pytest.mark.parametrize(
+    ("rank", "hint", "missing"),
+    [(0, "rank 0 hosts the store: MASTER_ADDR", ()), (1, "is rank 0 running", (0,))],
+)
+def test_a_store_that_cannot_be_opened_is_explained(
+    monkeypatch: pytest.MonkeyPatch, rank: int, hint: str, missing: tuple[int, ...]
+) -> None:
+    def refuses(url: str, timeout: timedelta) -> None:
+        # PyTorch's store must not wait for all workers: it would not name the missing ones.
+        assert url == f"tcp://127.0.0.1:1?rank={rank}&world_size=-1"
+        raise RuntimeError("refused\nwith a long trace")
+
+    monkeypatch.setattr(rendezvous, "rendezvous", refuses)
+    monkeypatch.setattr(rendezvous, "await_host", lambda *arguments: None)
+    with pytest.raises(RendezvousTimeout, match=f"refused; {hint}") as caught:
+        open_store("tcp://127.0.0.1:1", rank, 2, 0.1)
+    assert caught.value.missing == missing
+
+
+# A TCP store that fails to open leaves a pipe of its event loop behind.
+@pytest.mark.keeps("descriptors")
+def test_a_port_in_use_is_named_with_the_fix() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RendezvousError) as caught:
+            open_store(f"tcp://127.0.0.1:{port}", 0, 2, LIMIT_S)
+    assert not isinstance(caught.value, RendezvousTimeout)
+    assert f"at 127.0.0.1:{port}: another program" in str(caught.value)
+    assert "MASTER_PORT" in str(caught.value)
+
+
+def test_something_that_takes_connections_and_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        began_s = time.monotonic()
+        with pytest.raises(RendezvousTimeout, match=f"at 127.0.0.1:{port} does not") as caught:
+            open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.2)
+        assert time.monotonic() - began_s < 6.0
+        assert "MASTER_PORT" in str(caught.value)
+    # The operation's thread ends with the connection.
+    for thread in threading.enumerate():
+        if thread.name == "weft-store":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+def test_an_interrupted_rank_0_tells_the_others() -> None:
+    store = HashStore()
+
+    def interrupted(request: joining.Request) -> Any:
+        if isinstance(request, joining.Wait):
+            raise KeyboardInterrupt
+        return perform(store, request)
+
+    first, second = (Registration(f"worker{rank}", rank, ("unix:@x",)) for rank in range(2))
+    steps = joining.join_closed(first, 2, "0" * 32, LIMIT_S, time.monotonic)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(steps, interrupted)
+    with pytest.raises(RendezvousError, match="rank 0 was interrupted by KeyboardInterrupt"):
+        join(store, second, 2, LIMIT_S)
+
+
+def test_rank_0_waits_until_others_know_why_there_is_no_group() -> None:
+    read: list[str] = []
+
+    class SlowlyRead(PrefixStore):
+        """A store whose reader takes a while."""
+
+        def get(self, key: str) -> bytes:
+            if key == "directory":
+                time.sleep(0.2)
+                read.append(key)
+            return super().get(key)
+
+    shared = HashStore()
+    other = Joining(SlowlyRead("x", shared), 1, 3, 0.3)
+    first = Joining(PrefixStore("x", shared), 0, 3, 0.3)
+    outcomes(first)
+    assert read == ["directory"]
+    for outcome in outcomes(first, other):
+        assert isinstance(outcome, RendezvousTimeout)
+        assert outcome.missing == (2,)
+
+
+def test_a_store_that_is_late_does_not_make_the_wait_longer() -> None:
+    class Rounding(PrefixStore):
+        """Waits in whole seconds, as a file store does."""
+
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            time.sleep(timeout.total_seconds() + 0.9)
+            raise RuntimeError("Wait timeout")
+
+    (outcome,) = outcomes(Joining(Rounding("x", HashStore()), 1, 2, 2.1))
+    assert isinstance(outcome, RendezvousTimeout)
+    assert 2.0 < outcome.elapsed_s < 2.9
+
+
+class Gone(PrefixStore):
+    """A store whose host ends after ``calls`` operations: later ones fail."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__("x", HashStore())
+        self._left = calls
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise DistNetworkError("connection reset by peer\nwith a long trace")
+
+    def set(self, key: str, value: str) -> None:
+        self._count()
+        super().set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._count()
+        return super().check(keys)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_a_store_that_ends_is_told_from_workers_that_are_missing(calls: int) -> None:
+    (outcome,) = outcomes(Joining(Gone(calls), 1, 4, 0.1))
+    assert isinstance(outcome, RendezvousError)
+    assert "rendezvous store does not answer any more" in str(outcome)
+    assert "rank 0, ended?" in str(outcome)
+    assert "trace" not in str(outcome)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_long_wait_names_who_is_missing(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    with knobs.WAIT_NOTICE_S.override(0.1):
+        first = Joining(store, rank, 3)
+        wait_for(lambda: bool(caplog.messages))
+    others = [Joining(store, other, 3) for other in {0, 1, 2} - {rank}]
+    assert all(isinstance(outcome, Directory) for outcome in outcomes(first, *others))
+    missing = ", ".join(f"rank {other}" for other in sorted({0, 1, 2} - {rank}))
+    (message,) = caplog.messages
+    assert message == f"worker 'worker{rank}' has waited 0 s in init_rpc for {missing} of 3 to join"
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
