@@ -74,7 +74,7 @@ def test_named_workers_are_replicated_jobs() -> None:
     found = [variables_of(pod_of(job, rank), fields_of(0)) for rank in range(3)]
     assert [each["WEFT_WORKER_NAME"] for each in found] == ["ps", "a:b", "C_d"]
     assert [find(each).rank for each in found] == [0, 1, 2]
-    assert {find(each).meeting for each in found} == {"demo-rank0-0-0.demo:29500"}
+    assert {find(each).meeting.place for each in found} == {"demo-rank0-0-0.demo:29500"}
     made = pods(names=["ps", "a:b", "C_d"])
     assert [made.worker_at(f"rank{rank}", 0) for rank in range(3)] == ["ps", "a:b", "C_d"]
 

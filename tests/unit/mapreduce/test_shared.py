@@ -144,8 +144,7 @@ def test_what_others_have_packed_is_read_as_any_message_of_theirs(
     seen = []
     reader = current_worker().reader
     unpack = reader.unpack
-    patched = reader._replace(unpack=lambda *given: seen.append(given) or unpack(*given))
-    monkeypatch.setattr(current_worker(), "reader", patched)
+    monkeypatch.setattr(reader, "unpack", lambda *given: seen.append(given) or unpack(*given))
     assert (
         own.call((1,), {}, 0, NOTHING) == other.call((1,), {}, 0, NOTHING) == (collect, ((1,), {}))
     )

@@ -15,7 +15,7 @@ from torchweft.engine.protocol.observing import CALL, VALUE
 from torchweft.engine.worker import current as current_agent
 from torchweft.observe.report import Thread
 from torchweft.observe.reporting import threads
-from torchweft.rpc import calls, several
+from torchweft.rpc import api, calls
 from torchweft.rpc.futures import Future
 
 _may_end = threading.Event()
@@ -41,7 +41,7 @@ def shown_in(pair: Pair, name: str) -> Thread:
 WAYS: dict[str, Callable[[list[Future[Any]]], object]] = {
     "wait": lambda futures: [each.wait() for each in futures[:1]],
     "wait_all": torch.futures.wait_all,
-    "as_completed": lambda futures: list(several.as_completed(futures)),
+    "as_completed": lambda futures: list(api.as_completed(futures)),
 }
 
 

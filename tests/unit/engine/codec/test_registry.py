@@ -39,6 +39,7 @@ CALLERS = {
     "remote",
     "rpc_async",
     "rpc_sync",
+    "use",
     "run_on_owners",
     "start",
     "start_calls",
