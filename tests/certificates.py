@@ -9,7 +9,7 @@ from typing import Any
 
 import trustme
 
-from torchweft.engine.io.secure import TlsOptions
+from torchweft import TlsOptions
 
 LOOPBACK = "127.0.0.1"
 

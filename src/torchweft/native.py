@@ -26,7 +26,7 @@ class Native(Protocol):
     """The parts of ``torchweft._native``; those of the plain twin say what they do."""
 
     Link: type[Any]
-    """A connection; see ``transport.link``."""
+    """A connection; see ``io.link``."""
     Lease: type[Any]
     """The right of one thread to read some connections; see ``worker.calls``."""
 
@@ -42,7 +42,7 @@ class Native(Protocol):
         """Takes a dtype of ``codec.tensors``; called once for each."""
 
     def set_value_parts(self, unfold: Callable[..., Any], rebuild: Callable[..., Any], /) -> None:
-        """Takes what ``serialize.values`` needs of Python; called once."""
+        """Takes what ``codec.values`` needs of Python; called once."""
 
     def encode_tensors(self, tensors: Sequence[Tensor], /) -> tuple[bytes, bool] | None:
         """Does as ``tensors.encode_tensors``; None for tensors that it leaves to the plain twin."""

@@ -34,7 +34,7 @@ The lender:
   memory is given back by punching holes into it.
 
 The borrower: all views of received memory keep the object that exports it alive (see
-``channel.memory``). When the exporter dies, a weak reference's callback stores one aligned word
+``channels.memory``). When the exporter dies, a weak reference's callback stores one aligned word
 where the lender will look. The callback also forgets the reference, and does nothing else. Ctrl-C
 within the callback is lost on Python, and the loan with it: ``end_dead_loans``, called now and
 then, ends such loans.

@@ -2,7 +2,7 @@
 
 The layers above give the front of a message and the tensors that were taken out of its value. This
 module writes the table of the tensors and has the channels take the buffers; the receiver reverses
-both. Small tensors stand in the message itself instead; see ``serialize.tensors``. A message from a
+both. Small tensors stand in the message itself instead; see ``codec.tensors``. A message from a
 worker to itself touches neither bytes nor channels: its tensors arrive by reference.
 """
 
