@@ -509,7 +509,7 @@ def test_an_error_type_cannot_have_a_module_imported(
     (tmp_path / "bad_errors.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     monkeypatch.syspath_prepend(tmp_path)
     content = pack_error(admitted.Odd("x"), "w").replace(
-        b"tests.unit.engine.codec.admitted", b"bad_errors".ljust(29, b"x")
+        admitted.__name__.encode(), b"bad_errors".ljust(len(admitted.__name__), b"x")
     )
     assert isinstance(ALLOWING.unpack_error(content), ValueError)
     content = pickle.dumps(

@@ -32,9 +32,9 @@ from torchweft.engine.wire.references import Drop, DropAck, Gone, Hold, HoldAck,
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId, scoped_id
 
-PAGE = Path(__file__).parents[3] / "docs/security/members.md"
+PAGE = Path(__file__).parents[4] / "docs/security/members.md"
 ME, OTHER, LIAR = 1, 0, 2
-SOURCE = Path(__file__).parents[3] / "src/torchweft"
+SOURCE = Path(__file__).parents[4] / "src/torchweft"
 
 
 def names_on_page() -> set[str]:
