@@ -165,7 +165,7 @@ class Faults:
             return None
         if function == FETCH:
             # A value that another worker created counts as Python's: its reference does not say.
-            return CALLS[ReferenceId(*args) in self._scripted][2]
+            return CALLS[ReferenceId(*args[:3]) in self._scripted][2]
         scripted = is_scripted(function)
         if creation == NO_CREATION:
             return CALLS[scripted][0]
