@@ -24,10 +24,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torchweft
 from torchweft.engine.threads.timers import Timer
 from torchweft.engine.worker.agent import Agent
 from torchweft.errors import AlreadyInitialized, NotInitialized
@@ -139,7 +139,7 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-_PACKAGE = os.path.dirname(os.path.abspath(torchweft.__file__)) + os.sep
+_PACKAGE = str(Path(__file__).absolute().parents[2]) + os.sep
 _OF_PROGRAMS = tuple(_PACKAGE + each + os.sep for each in ("launch", "cli", "compat", "observe"))
 """Packages whose frames run whole programs, which may end in a child as in any process."""
 _MULTIPROCESSING = os.sep + os.path.join("multiprocessing", "popen_fork.py")
