@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation.seeds import batches, name_of, try_seeds
 from tests.simulation.timeline import Timeline
-from torchweft.rpc.batching import LAST, NOTHING, REFUSE, SOON, Batcher, Request
+from torchweft.rpc.batching import LAST, NOTHING, SOON, Batcher, Request
 
 _LATE_S = 1e-9
 
@@ -22,8 +22,7 @@ class World(Timeline):
         self.largest = chance.choice((1, 2, 5, 16))
         self.smallest = chance.randint(1, self.largest)
         self.longest_wait_s = chance.choice((0.0, 0.01, 1.0))
-        self.limit = self.largest + chance.choice((0, 3, 100))
-        self.machine = Batcher(self.largest, self.smallest, self.longest_wait_s, self.limit)
+        self.machine = Batcher(self.largest, self.smallest, self.longest_wait_s)
         self.calls = chance.randint(1, 60)
         self.gap_s = chance.choice((0.0, 0.001, 0.1, 2.0))
         self.turn_delay_s = chance.choice((0.0, 0.001, 0.05))
@@ -48,10 +47,6 @@ class World(Timeline):
     def arrive(self, number: int) -> None:
         request = self.machine.arrived(number, self.now_s)
         self.trace.append((self.now_s, "arrived", number, request))
-        if request is REFUSE:
-            assert len(self.waiting) == self.limit
-            self.end(number, "refused")
-            return
         self.waiting[number] = self.now_s
         self.carry_out(request)
         if self.chance.random() < 0.1:
@@ -108,7 +103,7 @@ class World(Timeline):
         self.outcomes[number] = how
 
     def check(self) -> None:
-        assert len(self.machine) == len(self.waiting) <= self.limit
+        assert len(self.machine) == len(self.waiting)
         assert self.machine.is_running == bool(self.running)
 
 

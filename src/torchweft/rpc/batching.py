@@ -15,15 +15,11 @@ import math
 import threading
 import time
 import weakref
-from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from types import SimpleNamespace
-from typing import Any, Final, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
-import numpy as np
 import torch
 
 from torchweft.arguments import checked_int, wrong_type
@@ -51,13 +47,13 @@ from torchweft.errors import (
 from torchweft.rpc.current_call import TAKEN, remaining_time
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.stacking import (
+    BatchedCall,
     Entry,
     Keywords,
     Options,
     Outcome,
     Parts,
     Runner,
-    Waiting,
     take_apart,
 )
 from torchweft.rpc.worker import WORKER
@@ -83,7 +79,6 @@ def batched(
     longest_wait: float = ...,
     limit: int = ...,
     pad: float | None = ...,
-    mixed: bool = ...,
     isolate: bool = ...,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
 
@@ -96,7 +91,6 @@ def batched(
     longest_wait: float = 0.005,
     limit: int = 4096,
     pad: float | None = None,
-    mixed: bool = False,
     isolate: bool = False,
 ) -> Any:
     """Gathers the calls of many callers, stacks their arguments, and runs the function once.
@@ -119,12 +113,10 @@ def batched(
         smallest: How many calls must wait before a batch runs, unless one of them has waited for
             ``longest_wait``. With 1, a batch is what has come while the former one ran.
         longest_wait: How long a call waits for others, in seconds.
-        limit: How many calls may wait. Further remote calls are refused with ``QueueFull``; a local
-            thread waits for room.
+        limit: How many calls may wait. Further calls of other workers are refused with
+            ``QueueFull``; a thread of this worker waits in any case.
         pad: If given, tensors of different sizes are filled up with it, at the end of each
             dimension, to the largest of the batch. The result is not cropped.
-        mixed: Whether calls that cannot be stacked form batches of their own. If not, calls that
-            differ from most of their batch fail with ``BatchError``.
         isolate: Whether a batch that fails runs again in halves, so that only the calls at fault
             fail. For functions without effects.
 
@@ -141,7 +133,7 @@ def batched(
                 with torch.no_grad():
                     return self.policy(states).argmax(dim=1)
     """
-    options = Options(largest, smallest, longest_wait, limit, pad, mixed, isolate)
+    options = Options(largest, smallest, longest_wait, limit, pad, isolate)
     _check(options)
     if function is None:
         return functools.partial(_decorated, options=options)
@@ -240,34 +232,26 @@ def _batches_of(function: Any) -> _Batches:
     return batches
 
 
-_Queues = dict[int, tuple[Callable[[], object], "BatchQueue"]]
-"""Queues by the id of their object, with a weak reference to it."""
-
-
 class _Batches:
-    """The queues of one batched function: one for each object whose method it is."""
+    """One batched function: its calls, in a queue for each object whose method it is."""
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
-        self._function = function
-        self._options = options
-        self._name = getattr(function, "__qualname__", repr(function))
+        self.function = function
+        self.options = options
+        self.name = getattr(function, "__qualname__", repr(function))
+        self.is_by_value = False
+        """Whether another process has sent the function, and may send it again."""
         self._signature = inspect.signature(function)
         names = list(self._signature.parameters)
         self._is_method = bool(names) and names[0] in _OF_OBJECTS
         kinds = [each.kind for each in self._signature.parameters.values()]
         is_plain = all(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
         self._plain_count = len(names) if is_plain else -1
-        self._lock = threading.Lock()
-        self._runner = Runner(function, self._name, options)
         self._running = threading.RLock()
         """For calls without a group: one batch at a time; the function may call itself."""
-        self.is_by_value = False
-        """Whether another process has sent the function, and may send it again."""
-        self._queues: Slot[_Queues] = Slot(dict)
-        """Of each worker that this process becomes: they end with it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _by_value, (self._function, self._options)
+        return _by_value, (self.function, self.options)
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of a call, or ``TAKEN`` if it is one of another worker.
@@ -305,52 +289,7 @@ class _Batches:
         return (), take_apart(args)
 
     def _queue_of(self, bound: tuple[Any, ...], agent: Agent) -> BatchQueue:
-        owner = bound[0] if bound else None
-        queues = agent.slots[self._queues]
-        found = queues.get(id(owner))
-        if found is not None and found[0]() is owner:
-            return found[1]
-        if self.is_by_value and not queues:  # It may have come with one call, and go with it.
-            weakref.finalize(self, agent.slots.pop, self._queues, None).atexit = False
-        with self._lock:
-            found = queues.get(id(owner))
-            if found is None or found[0]() is not owner:
-                if self.is_by_value and (owner is None or inspect.isclass(owner)):
-                    self._warn_if_again()
-                queue = BatchQueue(self._function, self._name, self._options, agent)
-                found = queues[id(owner)] = (self._reference_to(owner, queues), queue)
-            return found[1]
-
-    def _warn_if_again(self) -> None:
-        """Warns, once, of a function that comes with its calls: each time with a new queue."""
-        name = f"{self._function.__module__}.{self._name}"
-        count = _sent[name] = _sent.get(name, 0) + 1
-        if count == 2:
-            _log.warning(
-                "%s is batched, and its calls run one by one: a function of the main program "
-                "travels with each call, so no two calls are of the same function here. Define it "
-                "in a module that the workers import, or make it a method of an object that one "
-                "of them has",
-                name,
-            )
-
-    def _reference_to(self, owner: object, queues: _Queues) -> Callable[[], object]:
-        if owner is None:
-            return lambda: None
-        key = id(owner)
-
-        def forget(reference: object) -> None:
-            found = queues.get(key)
-            if found is not None and found[0] is reference:
-                del queues[key]
-
-        try:
-            return weakref.ref(owner, forget)
-        except TypeError:
-            raise ArgumentTypeError(
-                f"{self._name} is batched, so its objects need weak references: add '__weakref__' "
-                f"to the __slots__ of {type(owner).__qualname__}"
-            ) from None
+        return agent.slots[_QUEUES].of(self, bound[0] if bound else self, agent)
 
     def expect(self, owner: object, count: int) -> None:
         """Sets how many calls make a batch in the queue of one object, or of the function."""
@@ -358,22 +297,22 @@ class _Batches:
         if current_agent.is_set():
             bound = (owner,) if self._is_method else ()
             queue = self._queue_of(bound, current_agent.current())
-            queue.expect(min(count, self._options.largest))
+            queue.expect(min(count, self.options.largest))
 
     def statistics(self, owner: object) -> BatchStatistics:
         """Returns the statistics of the queue of one object, or of the function."""
         self._check_owner(owner)
-        if not current_agent.is_set():
-            return BatchStatistics()
-        queues = current_agent.current().slots[self._queues]
-        found = queues.get(id(owner if self._is_method else None))
-        return BatchStatistics() if found is None else found[1].statistics()
+        queue = None
+        if current_agent.is_set():
+            queues = current_agent.current().slots[_QUEUES]
+            queue = queues.find(self, owner if self._is_method else self)
+        return BatchStatistics() if queue is None else queue.statistics()
 
     def _check_owner(self, owner: object) -> None:
         """Refuses a method without its object, which has no queue."""
         if self._is_method and owner is None:
             raise ArgumentTypeError(
-                f"{self._name} is a method, and each object has a queue of its own; pass the "
+                f"{self.name} is a method, and each object has a queue of its own; pass the "
                 "method of an object, as in server.classify, or to batch_statistics also of="
             )
 
@@ -384,8 +323,9 @@ class _Batches:
             call = self._call_in_group(current_agent.current(), context_id, bound, parts)
         else:
             call = LocalCall(SimpleNamespace(name="this process"), context_id)
+            runner = Runner(self.function, self.name, self.options)
             with self._running:
-                ((result, error),) = self._runner.outcomes([Entry(call, bound, parts, 0.0)])
+                ((result, error),) = runner.outcomes([Entry(call, bound, parts, 0.0)])
             call(result, error)
         assert call.outcome is not None
         result, error = call.outcome
@@ -398,33 +338,28 @@ class _Batches:
         self, agent: Agent, context_id: int, bound: tuple[Any, ...], parts: Parts
     ) -> LocalCall:
         call = LocalCall(agent.me, context_id)
-        queue = self._queue_of(bound, agent)
         limit_s = min(agent.default_timeout_s, remaining_time())
-        deadline_s = time.monotonic() + limit_s
+        self._queue_of(bound, agent).put(call, bound, parts)
         with agent.reactor.waiting():
-            if queue.put_or_wait(call, bound, parts, deadline_s) and call.wait(deadline_s):
+            if call.wait(limit_s):
                 return call
         raise CallTimeout(
-            f"the batched call of {self._name} on its own worker had no result within "
+            f"the batched call of {self.name} on its own worker had no result within "
             f"{limit_s:.1f} s",
             worker=agent.info.name,
-            call=self._name,
+            call=self.name,
             elapsed_s=limit_s,
         )
 
 
-_sent: dict[str, int] = {}
-"""How often functions have come that have no object, by name."""
-
-
 def _by_value(function: Callable[..., Any], options: Options) -> _Batches:
-    """Makes the queues of a function that has come from another process."""
+    """Makes a batched function that has come from another process."""
     found = _Batches(function, options)
     found.is_by_value = True
     return found
 
 
-# The queue
+# Statistics
 
 
 @rebuilds_plain
@@ -507,43 +442,17 @@ def _percentile(counts: dict[Number, int], percent: float) -> Number:
     return value
 
 
-_SORTED_AT: Final = 4096
-"""Waits that are kept until they are counted, many at once."""
-
-
-class Counts:
-    """The statistics of a queue, while they grow; the queue keeps its threads apart."""
-
-    def __init__(self) -> None:
-        self.found = BatchStatistics(sizes=Counter(), waits=Counter())
-        self._new_waits_s = array("d")
-
-    def add_batch(self, waits_s: Sequence[float]) -> None:
-        """Counts a batch by the times that its calls have waited. Hot path."""
-        self.found.batches += 1
-        self.found.sizes[len(waits_s)] += 1
-        self._new_waits_s.extend(waits_s)
-        if len(self._new_waits_s) > _SORTED_AT:
-            self._sort()
-
-    def _sort(self) -> None:
-        """Counts the waits since the last time by their bounds: eighths of a power of two."""
-        waits_s = np.frombuffer(self._new_waits_s)
-        self._new_waits_s = array("d")
-        mantissas, exponents = np.frexp(waits_s)
-        bounds_s = np.ldexp(np.ceil(8 * mantissas), exponents - 3)
-        distinct_s, counts = np.unique(bounds_s, return_counts=True)
-        found = self.found
-        for bound_s, count in zip(distinct_s.tolist(), counts.tolist(), strict=True):
-            found.waits[bound_s] += count
-        found.wait_s += float(waits_s.sum())
-        found.longest_wait_s = max(found.longest_wait_s, float(waits_s.max(initial=0.0)))
-
-    def snapshot(self, waiting: int) -> BatchStatistics:
-        """Returns the statistics so far."""
-        self._sort()
-        sizes, waits = dict(self.found.sizes), dict(self.found.waits)
-        return replace(self.found, sizes=sizes, waits=waits, waiting=waiting)
+def count_batch(found: BatchStatistics, waits_s: Sequence[float]) -> None:
+    """Counts a batch by the times that its calls have waited. Hot path."""
+    size = len(waits_s)
+    found.batches += 1
+    found.sizes[size] = found.sizes.get(size, 0) + 1
+    found.wait_s += sum(waits_s)
+    found.longest_wait_s = max(found.longest_wait_s, *waits_s)
+    for wait_s in waits_s:
+        mantissa, exponent = math.frexp(wait_s)
+        bound_s = math.ldexp(math.ceil(8 * mantissa), exponent - 3)
+        found.waits[bound_s] = found.waits.get(bound_s, 0) + 1
 
 
 # When waiting calls become a batch. Calls and time go in, requests for a turn come out:
@@ -564,21 +473,18 @@ class Request(enum.Enum):
     """Give a turn soon: a batch is due."""
     LAST = enum.auto()
     """Give a turn when no message waits to be handled: more calls may be among them."""
-    REFUSE = enum.auto()
-    """Refuse the call: too many wait."""
 
 
-NOTHING, SOON, LAST, REFUSE = Request
+NOTHING, SOON, LAST = Request
 
 
 class Batcher:
-    """The queue of one batched function. Not thread-safe.
+    """Decides when the calls of one queue become a batch. Not thread-safe.
 
     Args:
         largest: How many calls a batch has at most.
         smallest: How many calls must wait for a batch to be closed, before ``longest_wait_s``.
         longest_wait_s: How long a call waits for others, in seconds.
-        limit: How many calls may wait.
 
     Attributes:
         wake_s: When to look at the clock; infinity for never. Never moves to an earlier time
@@ -586,11 +492,10 @@ class Batcher:
         is_running: Whether a batch runs.
     """
 
-    def __init__(self, largest: int, smallest: int, longest_wait_s: float, limit: int) -> None:
+    def __init__(self, largest: int, smallest: int, longest_wait_s: float) -> None:
         self._largest = largest
         self._smallest = smallest
         self._longest_wait_s = longest_wait_s
-        self._limit = limit
         self._waiting: dict[Any, float] = {}
         self._has_asked_soon = self._has_asked_last = False
         self.is_running = False
@@ -599,17 +504,10 @@ class Batcher:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether a further call would be refused."""
-        return len(self._waiting) >= self._limit
-
     def arrived(self, call: object, now_s: float) -> Request:
         """A call has come, which is not equal to any that waits. Hot path."""
-        if len(self._waiting) >= self._limit:
-            return REFUSE
         self._waiting[call] = now_s
-        return NOTHING if self.is_running else self._next(now_s)
+        return self._next(now_s)
 
     def expect(self, smallest: int, now_s: float) -> Request:
         """From now on, this many calls must wait for a batch to be closed early."""
@@ -631,10 +529,7 @@ class Batcher:
             self._wake_by(due_s)
             return []
         self.is_running = True
-        if len(waiting) <= self._largest:
-            self._waiting = {}
-            return list(waiting)
-        calls = list(islice(waiting, self._largest))
+        calls = list(waiting)[: self._largest]
         for call in calls:
             del waiting[call]
         return calls
@@ -678,83 +573,69 @@ class BatchQueue:
     """Gathers the calls of one function, or of one object's method, and runs them in batches.
 
     Args:
-        function: Called with stacked arguments.
-        name: Its name, for messages.
-        options: The options of the decorator.
+        batches: The function. The queue does not hold this object, which may end with the calls.
         agent: The worker's agent.
+        timer: Wakes the queues of the worker.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], name: str, options: Options, agent: Agent
-    ) -> None:
-        self._name = name
-        self._limit = options.limit
+    def __init__(self, batches: _Batches, agent: Agent, timer: Timer) -> None:
+        self.function = batches.function
+        self._name = batches.name
         self._agent = agent
+        self._timer = timer
         self._worker = agent.slots[WORKER]
-        self._runner = Runner(function, name, options, self._worker)
+        options = batches.options
+        self._limit = options.limit
+        self._runner = Runner(self.function, self._name, options, self._worker)
         self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
-        self._entries: dict[Waiting, Entry] = {}
-        self._batcher = Batcher(
-            options.largest, options.smallest, options.longest_wait_s, options.limit
-        )
-        self._timer = agent.slots[_CLOCKS].add(self, agent)
+        self._entries: dict[BatchedCall, Entry] = {}
+        self._batcher = Batcher(options.largest, options.smallest, options.longest_wait_s)
         self._is_slow = False
         self._runs_in = 0
         """The thread that runs a batch, or 0."""
-        self._counts = Counts()
+        self._statistics = BatchStatistics()
 
     # Arrival
 
-    def put(self, call: AnsweredCall, bound: tuple[Any, ...], parts: Parts) -> None:
-        """Adds a served call, which ends with its outcome later; refuses it if too many wait.
+    def put(self, call: AnsweredCall | LocalCall, bound: tuple[Any, ...], parts: Parts) -> None:
+        """Adds a call, which ends with its outcome later.
+
+        Refuses a call of another worker if too many wait. A thread of this worker waits in any
+        case, and can wait for one call only.
 
         Args:
             call: The call.
             bound: The object whose method is called, or nothing.
             parts: The other arguments.
-        """
-        with self._lock:
-            request = self._add(call, bound, parts)
-            self._counts.found.refused += request is REFUSE
-        if request is REFUSE:
-            call(None, self._full())
-            return
-        call.on_cancel(self._leave)
-        self._carry_out(request)  # This thread looks at the tasks next.
-
-    def put_or_wait(
-        self, call: LocalCall, bound: tuple[Any, ...], parts: Parts, deadline_s: float
-    ) -> bool:
-        """Does as ``put`` for a thread of this worker, but waits for room; False if too late.
 
         Raises:
-            ConfigurationError: The thread runs a batch of this queue.
+            ConfigurationError: A thread that runs a batch of this queue makes the call.
         """
-        if self._worker.carrier is not None:
-            call.context = self._worker.carrier.context_here()
-        if threading.get_ident() == self._runs_in:
+        is_local = isinstance(call, LocalCall)
+        if is_local and threading.get_ident() == self._runs_in:
             raise ConfigurationError(
                 f"{self._name} is called within a batch of its own, and would wait for itself; "
                 "move the common part to a function that is not batched"
             )
-        with self._room:
-            while self._batcher.is_full:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not self._room.wait(None if math.isinf(left_s) else left_s):
-                    return False
-            request = self._add(call, bound, parts)
+        if isinstance(call, LocalCall) and self._worker.carrier is not None:
+            call.context = self._worker.carrier.context_here()
+        with self._lock:
+            is_refused = len(self._batcher) >= self._limit and not is_local
+            if is_refused:
+                self._statistics.refused += 1
+            else:
+                now_s = time.monotonic()
+                mark = device_streams.mark() if device_streams.HAS_CUDA else None
+                self._entries[call] = Entry(call, bound, parts, now_s, mark)
+                request = self._batcher.arrived(call, now_s)
+        if is_refused:
+            call(None, self._full())
+            return
+        if not isinstance(call, LocalCall):
+            call.on_cancel(self._leave)
         self._carry_out(request)
-        self._agent.reactor.wake()
-        return True
-
-    def _add(self, call: Waiting, bound: tuple[Any, ...], parts: Parts) -> Request:
-        now_s = time.monotonic()
-        request = self._batcher.arrived(call, now_s)
-        if request is not REFUSE:
-            mark = device_streams.mark() if device_streams.HAS_CUDA else None
-            self._entries[call] = Entry(call, bound, parts, now_s, mark)
-        return request
+        if is_local:  # The thread of a served call looks at the tasks next.
+            self._agent.reactor.wake()
 
     def _full(self) -> QueueFull:
         worker = self._agent.info.name
@@ -765,28 +646,27 @@ class BatchQueue:
             call=self._name,
         )
 
-    def _leave(self, call: Waiting) -> None:
+    def _leave(self, call: BatchedCall) -> None:
         """Takes a call out whose caller has given it up; does nothing to one that runs."""
         with self._lock:
             if not self._batcher.left(call):
                 return
             entry = self._entries.pop(call)
-            self._counts.found.left += 1
-            self._room.notify()
+            self._statistics.left += 1
         self._agent.reactor.submit(_end_left, entry)
 
     def expect(self, smallest: int) -> None:
         """Changes how many calls must wait for a batch to be closed before the longest wait."""
         with self._lock:
             request = self._batcher.expect(smallest, time.monotonic())
-        if request is not NOTHING:
-            self._carry_out(request)
-            self._agent.reactor.wake()
+        self._carry_out(request)
+        self._agent.reactor.wake()
 
     def statistics(self) -> BatchStatistics:
         """Returns what the queue has done so far."""
         with self._lock:
-            return self._counts.snapshot(len(self._batcher))
+            found, waiting = self._statistics, len(self._batcher)
+            return replace(found, sizes=dict(found.sizes), waits=dict(found.waits), waiting=waiting)
 
     # Turns
 
@@ -813,8 +693,6 @@ class BatchQueue:
         now_s = time.monotonic()
         with self._lock:
             batch = list(map(self._entries.pop, self._batcher.turn(now_s)))
-            if batch:
-                self._room.notify_all()
         if not batch:
             self._carry_out(NOTHING)  # Calls that left may have changed when to look at the clock.
             return
@@ -828,25 +706,26 @@ class BatchQueue:
             self._carry_out(request)
 
     def _run_batch(self, batch: list[Entry], now_s: float) -> None:
-        entries: list[Entry] = []
         left: list[Entry] = []
+        entries: list[Entry] = []
         for entry in batch:
             (left if entry.call.is_unwanted(now_s) else entries).append(entry)
-        if left:
-            with self._lock:
-                self._counts.found.left += len(left)
-            for entry in left:
-                _end_left(entry, None)
+        with self._lock:
+            self._statistics.left += len(left)
+            if entries:
+                count_batch(self._statistics, [now_s - entry.arrived_s for entry in entries])
+        for entry in left:
+            _end_left(entry, None)
         if not entries:
             return
         if self._is_slow:
             self._agent.reactor.arm_all()  # Others need not wait for this thread.
-        self._counts.add_batch([now_s - entry.arrived_s for entry in entries])
         outcomes = self._runner.outcomes(entries)
         run_s = time.monotonic() - now_s
         self._is_slow = run_s > SLOW_S
-        self._counts.found.run_s += run_s
-        self._counts.found.failed += sum(error is not None for _, error in outcomes)
+        with self._lock:
+            self._statistics.run_s += run_s
+            self._statistics.failed += sum(error is not None for _, error in outcomes)
         for entry, (result, error) in zip(entries, outcomes, strict=True):
             entry.call(result, error)
 
@@ -877,10 +756,9 @@ class LocalCall:
         self.outcome = result, error
         self._ended.set()
 
-    def wait(self, deadline_s: float) -> bool:
+    def wait(self, limit_s: float) -> bool:
         """Waits for the outcome; gives the call up if it does not come in time."""
-        left_s = deadline_s - time.monotonic()
-        is_there = self._ended.wait(None if math.isinf(left_s) else max(left_s, 0.0))
+        is_there = self._ended.wait(None if math.isinf(limit_s) else limit_s)
         self._is_given_up = not is_there
         return is_there
 
@@ -889,25 +767,78 @@ class LocalCall:
         return self._is_given_up
 
 
-class _Clock:
-    """Wakes the queues of one worker."""
+class _Queues:
+    """The queues of one worker, by function and object, which end with it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # A finalizer may make a queue at any point.
-        self._queues: weakref.WeakSet[BatchQueue] = weakref.WeakSet()
+        self._queues: dict[tuple[int, int], tuple[weakref.ref[object], BatchQueue]] = {}
         self._timer: Timer | None = None
 
-    def add(self, queue: BatchQueue, agent: Agent) -> Timer:
-        """Returns the timer that wakes a queue from now on."""
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def find(self, batches: _Batches, owner: object) -> BatchQueue | None:
+        """Returns the queue of an object, or None. Hot path."""
+        found = self._queues.get((id(batches), id(owner)))
+        if found is None or found[0]() is not owner or found[1].function is not batches.function:
+            return None
+        return found[1]
+
+    def of(self, batches: _Batches, owner: object, agent: Agent) -> BatchQueue:
+        """Returns the queue of an object, or of a function without one, which is its own owner.
+
+        Raises:
+            ArgumentTypeError: The object cannot be referred to weakly.
+        """
+        queue = self.find(batches, owner)
+        if queue is not None:
+            return queue
         with self._lock:
-            self._queues.add(queue)
-            self._timer = self._timer or agent.timers.add(self._tick)
-            return self._timer
+            queue = self.find(batches, owner)
+            if queue is None:
+                if batches.is_by_value and (owner is batches or inspect.isclass(owner)):
+                    _warn_if_again(batches)
+                self._timer = self._timer or agent.timers.add(self._tick)
+                queue = BatchQueue(batches, agent, self._timer)
+                key = id(batches), id(owner)
+                self._queues[key] = self._reference_to(owner, key, batches.name), queue
+            return queue
+
+    def _reference_to(self, owner: object, key: tuple[int, int], name: str) -> weakref.ref[object]:
+        def forget(reference: object) -> None:
+            found = self._queues.get(key)
+            if found is not None and found[0] is reference:
+                del self._queues[key]
+
+        try:
+            return weakref.ref(owner, forget)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"{name} is batched, so its objects need weak references: add '__weakref__' "
+                f"to the __slots__ of {type(owner).__qualname__}"
+            ) from None
 
     def _tick(self, now_s: float) -> float:
-        with self._lock:
-            queues = list(self._queues)
+        queues = [queue for _, queue in self._queues.copy().values()]
         return min([queue.woken(now_s) for queue in queues], default=math.inf)
 
 
-_CLOCKS: Slot[_Clock] = Slot(_Clock)
+_QUEUES: Slot[_Queues] = Slot(_Queues)
+
+_sent: dict[str, int] = {}
+"""How often functions have come that have no object, by name."""
+
+
+def _warn_if_again(batches: _Batches) -> None:
+    """Warns, once, of a function that comes with its calls: each time with a new queue."""
+    name = f"{batches.function.__module__}.{batches.name}"
+    count = _sent[name] = _sent.get(name, 0) + 1
+    if count == 2:
+        _log.warning(
+            "%s is batched, and its calls run one by one: a function of the main program "
+            "travels with each call, so no two calls are of the same function here. Define it "
+            "in a module that the workers import, or make it a method of an object that one "
+            "of them has",
+            name,
+        )

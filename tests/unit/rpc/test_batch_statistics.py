@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from torchweft.errors import ConfigurationError
-from torchweft.rpc.batching import BatchStatistics, Counts
+from torchweft.rpc.batching import BatchStatistics, count_batch
 
 
 def counted(*batches: list[float]) -> BatchStatistics:
-    counts = Counts()
+    found = BatchStatistics()
     for waits_s in batches:
-        counts.add_batch(waits_s)
-    return counts.snapshot(0)
+        count_batch(found, waits_s)
+    return found
 
 
 def test_percentiles_of_sizes() -> None:

@@ -4,13 +4,11 @@ import math
 
 import pytest
 
-from torchweft.rpc.batching import LAST, NOTHING, REFUSE, SOON, Batcher
+from torchweft.rpc.batching import LAST, NOTHING, SOON, Batcher
 
 
-def batcher(
-    largest: int = 4, smallest: int = 1, longest_wait_s: float = 1.0, limit: int = 6
-) -> Batcher:
-    return Batcher(largest, smallest, longest_wait_s, limit)
+def batcher(largest: int = 4, smallest: int = 1, longest_wait_s: float = 1.0) -> Batcher:
+    return Batcher(largest, smallest, longest_wait_s)
 
 
 def test_a_call_that_comes_alone_runs_in_the_next_turn() -> None:
@@ -101,16 +99,6 @@ def test_a_call_that_left_is_in_no_batch() -> None:
     assert not machine.left(1)
     assert machine.turn(0.0) == [2]
     assert not machine.left(2)
-
-
-def test_too_many_calls_are_refused_until_some_run() -> None:
-    machine = batcher(largest=1, limit=2)
-    assert [machine.arrived(number, 0.0) for number in (1, 2, 3)] == [SOON, NOTHING, REFUSE]
-    assert machine.is_full
-    assert len(machine) == 2
-    machine.turn(0.0)
-    assert not machine.is_full
-    assert machine.arrived(4, 0.0) is NOTHING
 
 
 def test_calls_that_leave_before_a_turn_leave_the_clock_to_the_others() -> None:

@@ -1,21 +1,21 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from torchweft.engine.wire.messages import NO_GRAD
 from torchweft.errors import BatchError
 from torchweft.rpc.stacking import (
-    are_alike,
-    check_rows,
-    differs,
+    Entry,
+    Options,
+    Runner,
     kind_of,
     put_together,
-    rows_of,
     stack,
     take_apart,
-    usual,
 )
 
 
@@ -51,9 +51,7 @@ def test_the_order_of_the_keys_of_a_dict_does_not_count(keys: tuple[Any, ...]) -
     one, other = {"x": values}, {"x": dict(reversed(values.items()))}
     parts = [take_apart(each) for each in (one, other)]
     assert parts[0].structure == parts[1].structure
-    assert hash(parts[0].structure) == hash(parts[1].structure)
     assert kind_of(parts[0], False) == kind_of(parts[1], False)
-    assert are_alike(parts)
     columns = list(zip(*[each.leaves for each in parts], strict=True))
     joined = put_together(parts[1].structure, stack(columns, None))
     assert list(joined["x"]) == list(reversed(keys))
@@ -80,23 +78,6 @@ def test_a_stack_requires_grad_if_a_part_does_and_leads_nowhere() -> None:
     assert joined.is_leaf
 
 
-def test_a_result_is_split_into_rows() -> None:
-    parts = take_apart({"a": torch.tensor([[1, 2], [3, 4]]), "b": 9})
-    rows = rows_of(parts, 2)
-    assert [row["a"].tolist() for row in rows] == [[1, 2], [3, 4]]
-    assert [row["b"] for row in rows] == [9, 9]
-    assert [row.item() for row in rows_of(take_apart(torch.tensor([5, 6])), 2)] == [5, 6]
-    assert rows_of(take_apart(None), 2) == [None, None]
-    assert rows_of(take_apart(()), 2) == [(), ()]
-
-
-@pytest.mark.parametrize("result", [torch.ones(3), torch.ones(()), (torch.ones(2), torch.ones(1))])
-def test_a_result_without_a_row_for_each_call_is_refused(result: Any) -> None:
-    with pytest.raises(BatchError, match=r"f was given a batch of 2 calls.*'a', 'b'") as caught:
-        check_rows(take_apart(result), 2, "f", lambda: ["a", "b"])
-    assert caught.value.callers == ("a", "b")
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -110,10 +91,8 @@ def test_a_result_without_a_row_for_each_call_is_refused(result: Any) -> None:
 )
 def test_calls_that_differ_are_not_alike(other: Any) -> None:
     one = take_apart((torch.ones(2),))
-    assert are_alike([one, take_apart((torch.zeros(2),))])
-    for calls in ([one, take_apart(other)], [take_apart(other), one]):
-        assert not are_alike(calls)
-        assert kind_of(calls[0], False) != kind_of(calls[1], False)
+    assert kind_of(one, False) == kind_of(take_apart((torch.zeros(2),)), False)
+    assert kind_of(one, False) != kind_of(take_apart(other), False)
 
 
 def test_with_padding_only_the_number_of_dimensions_counts() -> None:
@@ -121,15 +100,63 @@ def test_with_padding_only_the_number_of_dimensions_counts() -> None:
     assert kind_of(one, True) == kind_of(other, True) != kind_of(deeper, True)
 
 
+# Runs
+
+
+class Call:
+    """A call of worker ``peer``, which keeps its outcome."""
+
+    context_id, owned = NO_GRAD, None
+
+    def __init__(self, name: str) -> None:
+        self.peer = SimpleNamespace(name=name, is_self=False)
+
+
+def run(runner: Runner, *calls: Any) -> list[Any]:
+    """Runs calls of workers ``0``, ``1``, ...; returns their results, or their errors."""
+    entries = [
+        Entry(Call(str(place)), (), take_apart((each,)), 0.0)  # type: ignore[arg-type]
+        for place, each in enumerate(calls)
+    ]
+    return [error or result for result, error in runner.outcomes(entries)]
+
+
+def test_a_result_is_split_into_rows() -> None:
+    x = torch.tensor([1, 2])
+    results = {"a": torch.tensor([[1, 2], [3, 4]]), "b": 9}
+    rows = run(Runner(lambda _: results, "f", Options()), x, x)
+    assert [row["a"].tolist() for row in rows] == [[1, 2], [3, 4]]
+    assert [row["b"] for row in rows] == [9, 9]
+    assert [row.item() for row in run(Runner(lambda _: x, "f", Options()), x, x)] == [1, 2]
+    for result in (None, ()):
+        assert run(Runner(lambda _: result, "f", Options()), x, x) == [result] * 2  # noqa: B023
+
+
+@pytest.mark.parametrize("result", [torch.ones(3), torch.ones(()), (torch.ones(2), torch.ones(1))])
+def test_a_result_without_a_row_for_each_call_is_refused(result: Any) -> None:
+    for error in run(Runner(lambda _: result, "f", Options()), torch.ones(1), torch.ones(1)):
+        assert isinstance(error, BatchError)
+        assert "f was given a batch of 2 calls" in str(error)
+        assert error.callers == ("0", "1")
+
+
 def test_the_most_frequent_kind_wins_then_the_former_then_the_first() -> None:
-    assert usual({"a": [0], "b": [1, 2]}, "a") == "b"
-    assert usual({"a": [0], "b": [1]}, "b") == "b"
-    assert usual({"a": [0], "b": [1]}, "c") == "a"
+    runner = Runner(lambda x: x, "f", Options())
+    small, large = torch.ones(1), torch.ones(2)
+
+    def is_run(*calls: Any) -> list[bool]:
+        return [isinstance(each, torch.Tensor) for each in run(runner, *calls)]
+
+    assert is_run(small, large, large) == [False, True, True]
+    assert is_run(small, large) == [False, True]
+    runner = Runner(lambda x: x, "f", Options())
+    assert is_run(small, large) == [True, False]
 
 
 def test_the_error_of_a_call_that_differs_names_caller_and_shapes() -> None:
-    error = differs("f", "w", take_apart((torch.ones(3), 1)), take_apart((torch.ones(2), 1)))
-    assert error.callers == ("w",)
+    runner = Runner(lambda x: x, "f", Options())
+    *_, error = run(runner, (torch.ones(2), 1), (torch.ones(2), 1), (torch.ones(3), 1))
+    assert error.callers == ("2",)
     assert error.shapes == ("float32[3], 1 other",)
-    assert "worker 'w'" in str(error)
+    assert "worker '2'" in str(error)
     assert "the others have float32[2], 1 other" in str(error)
