@@ -1,7 +1,8 @@
 """Collective operations: each of several workers brings a value, and goes on when all have arrived.
 
 The worker of the lowest id leads: the others send it their values, and when all have arrived it
-sends the values to every worker. That takes two calls per worker, for any number of workers.
+sends the values to every worker. That takes two calls per worker, for any number of workers. Either
+call may carry an error in place of what it is for.
 
 * A gathering is named by its workers, its kind and a number that each worker counts for itself.
   So the same workers can gather repeatedly, also from several threads at once.
@@ -19,7 +20,7 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +30,7 @@ from torchweft.engine.codec.tracebacks import without_own_frames
 from torchweft.engine.protocol.observing import GATHERING, Wait
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark
-from torchweft.engine.threads.reports import OpenWait
+from torchweft.engine.threads.reports import LongWaits
 from torchweft.engine.worker.agent import Agent, Slot
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
@@ -37,7 +38,14 @@ from torchweft.errors import CallError, CallTimeout, ConfigurationError, NotInit
 from torchweft.rpc.api import rpc_async, rpc_sync
 from torchweft.rpc.calls import Destination
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
-from torchweft.rpc.current_call import check_types, detached, refuse, remaining_time, strict_caller
+from torchweft.rpc.current_call import (
+    caller,
+    check_types,
+    detached,
+    refuse,
+    remaining_time,
+    strict_caller,
+)
 from torchweft.rpc.futures import Future, ignore_errors
 
 T = TypeVar("T")
@@ -49,23 +57,13 @@ class Key(NamedTuple):
 
     Attributes:
         workers: The ids of the participants, lowest first.
-        kind: The name of the operation; see ``Ways``.
+        kind: The name of the operation, also in messages.
         number: How many gatherings of that kind the workers had before.
     """
 
     workers: tuple[int, ...]
     kind: str
     number: int
-
-
-class Ways(NamedTuple):
-    """The name of a gathering in messages, and the functions that it calls on other workers."""
-
-    name: str
-    bring: Callable[[Any, str, Any], None]
-    """Called on the leader with the key, the name of the caller and its value."""
-    tell: Callable[[Any, dict[str, Any]], None]
-    """Called on all other workers with the key and all values."""
 
 
 class Limits(NamedTuple):
@@ -113,33 +111,13 @@ class Gathering:
         """Whether all workers have arrived, or the gathering has failed."""
         return self.proceed_signal.is_set()
 
-    def end(self, values: dict[str, Any]) -> None:
-        """Ends the gathering with all values; does nothing if it has ended."""
+    def end(self, values: dict[str, Any], error: Exception | None = None) -> None:
+        """Ends the gathering with all values, or with an error; does nothing if it has ended."""
         with self._lock:
             if not self.has_ended:
-                self.gathered_objects = values
+                self.gathered_objects, self.error = values, error
                 self.note_work()
                 self.proceed_signal.set()
-
-    def fail(self, error: Exception) -> None:
-        """Fails the gathering and drops its values; does nothing if it has ended."""
-        with self._lock:
-            if not self.has_ended:
-                self.error = error
-                self.gathered_objects = {}
-                self.proceed_signal.set()
-
-    def wait(self, agent: Agent, key: Key, limit_s: float) -> bool:
-        """Blocks until the gathering has ended, at most ``limit_s``; returns whether it has."""
-
-        def parts() -> list[Wait]:
-            names = tuple(agent.peers[each].name for each in key.workers)
-            text = f"{key.kind} {key.number} of {' '.join(names)}"
-            wait = Wait(GATHERING, text, time.monotonic() - self.began_s, key.kind, names)
-            return [] if self.has_ended else [wait]
-
-        with agent.reactor.waiting(parts):
-            return self.proceed_signal.wait(None if math.isinf(limit_s) else limit_s)
 
     def values(self) -> dict[str, Any]:
         """Returns the values of an ended gathering, or raises its error."""
@@ -161,10 +139,15 @@ class Gatherings:
 
     A gathering that the worker leads misses a worker for as long as it is open; one that it follows
     misses none.
+
+    Args:
+        agent: The worker's agent.
+        waits: Reports waits that take long.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, waits: LongWaits) -> None:
         self._agent = agent
+        self._waits = waits
         self._lock = threading.RLock()
         self._numbers: dict[tuple[tuple[int, ...], str], int] = {}
         self._open: dict[Key, Gathering] = {}
@@ -173,7 +156,7 @@ class Gatherings:
     def __len__(self) -> int:
         return len(self._open)
 
-    def gather(self, value: Any, workers: Iterable[Peer], ways: Ways, limits: Limits) -> Outcome:
+    def gather(self, value: Any, workers: Iterable[Peer], kind: str, limits: Limits) -> Outcome:
         """Brings ``value`` and waits until all ``workers``, including this one, have brought one.
 
         Raises as ``all_gather``.
@@ -183,26 +166,26 @@ class Gatherings:
         if me.id not in peers:
             names = ", ".join(repr(peer.name) for peer in peers.values())
             raise ConfigurationError(
-                f"worker {me.name!r} called {ways.name} for {names}, and is not one of them; only "
+                f"worker {me.name!r} called {kind} for {names}, and is not one of them; only "
                 "the workers that take part may call it"
             )
         ids = tuple(sorted(peers))
         leader = peers[ids[0]]
         with self._lock:
-            number = self._numbers.get((ids, ways.name), 0)
-            self._numbers[ids, ways.name] = number + 1
-            key = Key(ids, ways.name, number)
+            number = self._numbers.get((ids, kind), 0)
+            self._numbers[ids, kind] = number + 1
+            key = Key(ids, kind, number)
             gathering = self._found(key, missing=ids if leader.is_self else ())
         if leader.is_self:
-            return self._lead(key, value, ways, limits)
+            return self._lead(key, value, limits)
         try:
-            self._bring(key, value, leader, ways, limits)
+            self._bring(key, value, leader, limits)
             # Race: the loss may have been reported before this gathering was registered.
             if leader.lost is not None:
-                gathering.fail(leader.lost_error())
-            if not gathering.wait(self._agent, key, limits.all_s):
+                gathering.end({}, leader.lost_error())
+            if not self._wait(key, gathering, limits):
                 unsaid = f"worker {leader.name!r}, which leads it, has not said that all have come"
-                raise _late(ways, limits.all_s, unsaid, leader.name)
+                raise _late(kind, limits.all_s, unsaid, leader.name)
         finally:
             with self._lock:
                 self._open.pop(key, None)
@@ -218,7 +201,7 @@ class Gatherings:
             for worker in list(gathering.missing):
                 peer = self._agent.peers[worker]
                 if peer.lost is not None:
-                    gathering.fail(peer.lost_error())
+                    gathering.end({}, peer.lost_error())
                     gathering.missing.discard(worker)
             if gathering.missing:
                 self._agent.reactor.submit(self._watch, key.workers)
@@ -229,14 +212,19 @@ class Gatherings:
         with self._agent.reactor.idling():
             self._agent.connect_all(self._agent.peers[worker] for worker in workers)
 
-    def open_waits(self) -> list[OpenWait]:
-        """Returns the gatherings in which this worker has arrived, and waits for others."""
-        with self._lock:
-            return [
-                OpenWait(key, gathering.began_s, partial(self._awaited, key, gathering))
-                for key, gathering in self._open.items()
-                if self._agent.me.id not in gathering.missing
-            ]
+    def _wait(self, key: Key, gathering: Gathering, limits: Limits) -> bool:
+        """Blocks until a gathering has ended; returns whether it has within the limit."""
+        limit_s = None if math.isinf(limits.all_s) else limits.all_s
+        parts = partial(self._parts, key, gathering)
+        awaited = partial(self._awaited, key, gathering)
+        with self._waits.during(awaited), self._agent.reactor.waiting(parts):
+            return gathering.proceed_signal.wait(limit_s)
+
+    def _parts(self, key: Key, gathering: Gathering) -> list[Wait]:
+        names = tuple(self._agent.peers[each].name for each in key.workers)
+        text = f"{key.kind} {key.number} of {' '.join(names)}"
+        wait = Wait(GATHERING, text, time.monotonic() - gathering.began_s, key.kind, names)
+        return [] if gathering.has_ended else [wait]
 
     def _awaited(self, key: Key, gathering: Gathering) -> str:
         if gathering.missing:
@@ -259,7 +247,7 @@ class Gatherings:
         for key, gathering in awaiting:
             self._fail(key, gathering, peer, peer.lost_error())
         for gathering in headless:
-            gathering.fail(peer.lost_error())
+            gathering.end({}, peer.lost_error())
 
     def close(self) -> None:
         """Fails all gatherings and refuses new ones, because this worker leaves."""
@@ -268,59 +256,56 @@ class Gatherings:
             waiting = list(self._open.values())
             self._open.clear()
         for gathering in waiting:
-            gathering.fail(NotInitialized(f"worker {self._agent.info.name!r} has shut down"))
+            gathering.end({}, NotInitialized(f"worker {self._agent.info.name!r} has shut down"))
 
     # The leader
 
-    def _lead(self, key: Key, value: Any, ways: Ways, limits: Limits) -> Outcome:
+    def _lead(self, key: Key, value: Any, limits: Limits) -> Outcome:
         """Brings this worker's value, waits for the others, then sends the values to them."""
-        me = self._agent.me
-        gathering = self.brought(key, me.name, value)
-        if not gathering.wait(self._agent, key, limits.all_s):
+        gathering = self.brought(key, self._agent.me, value)
+        if not self._wait(key, gathering, limits):
             missing = f"these workers had not come: {self._missing(gathering)}"
-            self._fail(key, gathering, None, _late(ways, limits.all_s, missing))
+            self._fail(key, gathering, None, _late(key.kind, limits.all_s, missing))
         values = gathering.values()
         calls = {}
         problem: Exception | None = None
         for peer in filter(None, map(self._agent.peers.get, key.workers[1:])):
             try:
                 with detached():  # Sent even if the caller of the served call has given up.
-                    call = rpc_async(peer.info, ways.tell, (key, values), None, limits.call_s)
+                    call = rpc_async(peer.info, tell, (key, values), None, limits.call_s)
             except Exception as error:
                 problem = problem or error
-                self._tell_failure(key, peer, failure(error, ways, me.name))
+                self._tell_failure(key, peer, failure(error, key.kind, self._agent.me.name))
             else:
-                call.add_done_callback(partial(self._tell_if_undelivered, key, peer, ways))
+                call.add_done_callback(partial(self._tell_if_undelivered, key, peer))
                 calls[peer.name] = call
         if problem is not None:
             raise problem
         return Outcome(values, calls)
 
-    def _tell_if_undelivered(self, key: Key, peer: Peer, ways: Ways, call: Any) -> None:
+    def _tell_if_undelivered(self, key: Key, peer: Peer, call: Any) -> None:
         """Tells a worker that it will not get the values, if so."""
         try:
             call.value()
         except (CallTimeout, WorkerLost, NotInitialized):
             pass  # The values may still arrive; or there is no worker to tell.
         except Exception as error:
-            self._tell_failure(key, peer, failure(error, ways, peer.name))
+            self._tell_failure(key, peer, failure(error, key.kind, peer.name))
 
-    def brought(self, key: Key, name: str, value: Any) -> Gathering:
+    def brought(self, key: Key, peer: Peer, value: Any) -> Gathering:
         """Records that a worker has arrived, and its value."""
-        peer = self._agent.find(name)
         with self._lock:
             gathering = self._found(key, missing=key.workers)
             if not gathering.has_ended:
-                gathering.gathered_objects[name] = value
+                gathering.gathered_objects[peer.name] = value
                 gathering.note_work()
             self._count(key, gathering, peer)
         if gathering.error is not None:
             self._tell_failure(key, peer, gathering.error)
         return gathering
 
-    def withdrawn(self, key: Key, name: str, error: Exception) -> None:
+    def withdrawn(self, key: Key, peer: Peer, error: Exception) -> None:
         """Records that a worker brings no value, unless it has brought one."""
-        peer = self._agent.find(name)
         with self._lock:
             has_begun = key.number < self._numbers.get((key.workers, key.kind), 0)
             if has_begun and key not in self._open:
@@ -349,7 +334,7 @@ class Gatherings:
         with self._lock:
             # Race: all have just arrived, or the gathering has failed already.
             come = [] if gathering.has_ended else [*set(key.workers) - gathering.missing]
-            gathering.fail(error)
+            gathering.end({}, error)
             if gone is not None:
                 self._count(key, gathering, gone)
         for worker in come:
@@ -358,50 +343,42 @@ class Gatherings:
     def _tell_failure(self, key: Key, peer: Peer, error: Exception) -> None:
         if not peer.is_self and peer.lost is None:
             with contextlib.suppress(WorkerLost, NotInitialized, CallTimeout), detached():
-                ignore_errors(rpc_async(peer.info, failed, args=(key, error)))
+                ignore_errors(rpc_async(peer.info, tell, (key, {}, error)))
 
     # A follower
 
-    def _bring(self, key: Key, value: Any, leader: Peer, ways: Ways, limits: Limits) -> None:
-        name = self._agent.me.name
+    def _bring(self, key: Key, value: Any, leader: Peer, limits: Limits) -> None:
         try:
-            rpc_sync(leader.info, ways.bring, args=(key, name, value), timeout=limits.call_s)
+            rpc_sync(leader.info, bring, (key, value), None, limits.call_s)
         except (WorkerLost, NotInitialized):
             raise  # There is no leader to tell.
         except Exception as error:
             # The leader does not begin a call whose time is up, and it may wait without a limit.
-            reason = failure(error, ways, name)
+            name = self._agent.me.name
+            reason = failure(error, key.kind, name)
             if isinstance(error, CallTimeout):
                 unable = f"worker {name!r} could not bring its value in that time"
-                reason = _late(ways, limits.call_s, unable, name)
+                reason = _late(key.kind, limits.call_s, unable, name)
             with contextlib.suppress(WorkerLost, NotInitialized), detached():
-                ignore_errors(rpc_async(leader.info, withdrawn, (key, name, reason), None, 0))
+                ignore_errors(rpc_async(leader.info, bring, (key, None, reason), None, 0))
             raise
 
-    def told(self, key: Key, values: dict[str, Any]) -> None:
-        """Records that all workers have arrived, and their values."""
+    def told(self, key: Key, values: dict[str, Any], error: Exception | None = None) -> None:
+        """Records that all workers have arrived, and their values; or why they cannot."""
         gathering = self._open.get(key)
         if gathering is not None and not gathering.missing:
-            gathering.end(values)
-
-    def failed(self, key: Key, error: Exception) -> None:
-        """Records that not all workers can arrive."""
-        gathering = self._open.get(key)
-        if gathering is not None and not gathering.missing:
-            gathering.fail(error)
+            gathering.end(values, error)
 
 
-def failure(error: Exception, ways: Ways, worker: str) -> CallError:
+def failure(error: Exception, kind: str, worker: str) -> CallError:
     """Returns an error for the other workers; the original may not be serializable."""
     reason = f"{type(error).__name__}: {error}"
-    return CallError(
-        f"worker {worker!r} failed in {ways.name}: {reason}", worker=worker, call=ways.name
-    )
+    return CallError(f"worker {worker!r} failed in {kind}: {reason}", worker=worker, call=kind)
 
 
-def _late(ways: Ways, limit_s: float, why: str, worker: str = "") -> CallTimeout:
-    text = f"timed out in {ways.name} after {limit_s:.2f} seconds: {why}"
-    return CallTimeout(text, worker=worker, call=ways.name, elapsed_s=limit_s)
+def _late(kind: str, limit_s: float, why: str, worker: str = "") -> CallTimeout:
+    text = f"timed out in {kind} after {limit_s:.2f} seconds: {why}"
+    return CallTimeout(text, worker=worker, call=kind, elapsed_s=limit_s)
 
 
 GATHERINGS: Slot[Gatherings] = Slot()
@@ -432,7 +409,7 @@ def barrier(
         WorkerLost: A worker was lost before it called.
         ConfigurationError: This worker is not among ``workers``.
     """
-    _gather(None, workers, timeout, _BARRIER)
+    _gather(None, workers, timeout, "barrier")
 
 
 @without_own_frames
@@ -462,7 +439,7 @@ def all_gather(
         CallError: Another worker's value cannot be serialized; names that worker.
         ConfigurationError: This worker is not among ``workers``.
     """
-    outcome = _gather(value, workers, timeout, _ALL_GATHER)
+    outcome = _gather(value, workers, timeout, "all_gather")
     for call in outcome.calls.values():
         call.wait()
     return outcome.values
@@ -474,67 +451,46 @@ def members(agent: Agent, workers: Iterable[Destination] | None) -> list[Peer]:
 
 
 def _gather(
-    value: Any, workers: Iterable[Destination] | None, timeout: float, ways: Ways
+    value: Any, workers: Iterable[Destination] | None, timeout: float, kind: str
 ) -> Outcome:
     agent = current()
     limit_s = limit_of(timeout, agent.default_timeout_s)
     limit_s = min(limit_s, remaining_time())  # No longer than the served call.
     limits = Limits(0.0 if math.isinf(limit_s) else limit_s, limit_s)
-    return current_gatherings().gather(value, members(agent, workers), ways, limits)
+    return current_gatherings().gather(value, members(agent, workers), kind, limits)
 
 
 # Functions that the workers call on one another.
 
 
 @remotely_callable
-def bring(key: Key, name: str, value: Any) -> None:
-    """Records, on the leader, that another worker has arrived, and its value."""
-    _check(key, name)
-    current_gatherings().brought(key, name, value)
+def bring(key: Key, value: Any, error: Exception | None = None) -> None:
+    """Records, on the leader, that the caller has arrived, and its value; or why it brings none."""
+    _check(key, current().me.id, error)
+    if error is None:
+        current_gatherings().brought(key, caller(), value)
+    else:
+        current_gatherings().withdrawn(key, caller(), error)
 
 
 @remotely_callable
-def tell(key: Key, values: dict[str, Any]) -> None:
-    """Records that all workers have arrived, and their values."""
-    _check(key, values=(values, dict))
-    current_gatherings().told(key, values)
+def tell(key: Key, values: dict[str, Any], error: Exception | None = None) -> None:
+    """Records that all workers have arrived, and their values; or why they cannot."""
+    _check(key, caller().id, error)
+    check_types(values=(values, dict))
+    current_gatherings().told(key, values, error)
 
 
-@remotely_callable
-def failed(key: Key, error: Exception) -> None:
-    """Records, on a follower, that a gathering has failed."""
-    _check(key, error=(error, Exception))
-    current_gatherings().failed(key, error)
-
-
-@remotely_callable
-def withdrawn(key: Key, name: str, error: Exception) -> None:
-    """Records, on the leader, that a worker brings no value."""
-    _check(key, name, error=(error, Exception))
-    current_gatherings().withdrawn(key, name, error)
-
-
-def _check(key: Any, name: str | None = None, **typed: Any) -> None:
-    """Checks what another worker says of a gathering, if this worker is strict.
-
-    ``name`` is what the caller claims in a message to the leader; None in one of the leader.
-    """
-    caller = strict_caller()
-    if caller is None:
+def _check(key: Any, leader: int, error: Any) -> None:
+    """Checks what another worker says of a gathering, if this worker is strict."""
+    peer = strict_caller()
+    if peer is None:
         return
     agent = current()
-    check_types(key=(key, Key))
+    check_types(key=(key, Key), error=(error, (Exception, type(None))))
     check_types(workers=(key.workers, tuple), kind=(key.kind, str), number=(key.number, int))
     workers: tuple[Any, ...] = key.workers
     is_known = all(type(each) is int and each in agent.peers for each in workers)
-    leader = caller.id if name is None else agent.me.id
     is_sound = is_known and workers == tuple(sorted(set(workers))) and workers[:1] == (leader,)
-    if not is_sound or not {caller.id, agent.me.id} <= set(workers):
+    if not is_sound or not {peer.id, agent.me.id} <= set(workers):
         refuse("take part in a gathering of others", "its workers and its leader do not fit")
-    if name is not None and name != caller.name:
-        refuse(f"take {caller.name!r} for {name!r}", "every worker comes to a gathering by itself")
-    check_types(**typed)
-
-
-_BARRIER = Ways("barrier", bring, tell)
-_ALL_GATHER = Ways("all_gather", bring, tell)

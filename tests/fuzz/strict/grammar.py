@@ -284,7 +284,6 @@ class Grammar:
         members = [(0, self._address(chance.randrange(_VALUES))) for _ in range(2)]
         optimizer = self._address(chance.choice((_OPTIMIZER, _OPTIMIZER, _TRAP)))
         key = self._key()
-        who = chance.choice(("sender", "sender", "me", "other"))
         short = name.rpartition(".")[2]
         fitting: dict[str, Callable[[], tuple[Any, ...]]] = {
             "shared:content": lambda: (address,),
@@ -326,10 +325,16 @@ class Grammar:
             ),
             "local:save": lambda: (optimizer, self._changes()),
             "local:step": lambda: (optimizer, self._context_id(), self._changes()),
-            "collective:bring": lambda: (key, who, self.value(1)),
-            "collective:tell": lambda: (key, {"sender": self.value(1)}),
-            "collective:failed": lambda: (key, self._weft_error()),
-            "collective:withdrawn": lambda: (key, who, self._weft_error()),
+            "collective:bring": lambda: (
+                key,
+                self.value(1),
+                chance.choice((None, self._weft_error())),
+            ),
+            "collective:tell": lambda: (
+                key,
+                {"sender": self.value(1)},
+                chance.choice((None, self._weft_error())),
+            ),
             "serving:backward_from": lambda: (
                 *address,
                 None,

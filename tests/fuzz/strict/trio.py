@@ -121,7 +121,7 @@ class Member:
         self.worker = Worker(agent, options.reference_type, reader)
         serving.install(self.worker)
         agent.slots[WORKER], agent.slots[ENGINE] = self.worker, self.worker.engine
-        self.gatherings = agent.slots[GATHERINGS] = Gatherings(agent)
+        self.gatherings = agent.slots[GATHERINGS] = Gatherings(agent, LongWaits("worker"))
         self.sources = agent.slots[SOURCES] = Sources(agent, lambda source: None)
         self.leaving = Leaving(self.worker, LongWaits("me"))
         agent._when_lost = self._peer_lost

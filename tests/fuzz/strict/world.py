@@ -23,6 +23,7 @@ from torchweft.engine.codec.reading import make_reader
 from torchweft.engine.codec.registry import remotely_callable
 from torchweft.engine.protocol.registration import STRICT, Registration
 from torchweft.engine.threads.reactor import Reactor
+from torchweft.engine.threads.reports import LongWaits
 from torchweft.engine.wire.frames import HEADER_BYTES, Buffer, Frame
 from torchweft.engine.wire.messages import HandedReference, decode_call
 from torchweft.engine.worker import current as current_agent
@@ -96,7 +97,7 @@ class World:
         serving.install(self.worker)
         self.agent.slots[WORKER] = self.worker
         self.agent.slots[ENGINE] = self.worker.engine
-        self.gatherings = self.agent.slots[GATHERINGS] = Gatherings(self.agent)
+        self.gatherings = self.agent.slots[GATHERINGS] = Gatherings(self.agent, LongWaits("worker"))
         self.sources = self.agent.slots[SOURCES] = Sources(self.agent, lambda source: None)
         self.agent._when_lost = self._peer_lost
         self._stop_at_the_edges()

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+from torchweft.engine.threads.reports import LongWaits
 from torchweft.errors import CallError, CallTimeout, NotInitialized, WorkerLost
-from torchweft.rpc.collective import Gathering, Gatherings, Key, Ways, failure
+from torchweft.rpc.collective import Gathering, Gatherings, Key, failure
 
 
 def test_it_ends_with_the_values() -> None:
     gathering = Gathering(missing=(0, 1))
     assert not gathering.has_ended
     gathering.end({"a": 1})
-    gathering.fail(CallTimeout("too late"))
+    gathering.end({}, CallTimeout("too late"))
     gathering.end({})
     assert gathering.has_ended
     assert gathering.values() == {"a": 1}
@@ -25,7 +26,7 @@ def test_it_fails_and_forgets_the_values() -> None:
     gathering = Gathering()
     gathering.gathered_objects["a"] = 1
     lost = WorkerLost("gone", worker="b")
-    gathering.fail(lost)
+    gathering.end({}, lost)
     gathering.end({"a": 1})
     assert gathering.gathered_objects == {}
     with pytest.raises(WorkerLost, match="gone") as caught:
@@ -35,12 +36,10 @@ def test_it_fails_and_forgets_the_values() -> None:
 
 
 def test_what_others_are_told_can_travel() -> None:
-    def nothing(*_: object) -> None: ...
-
     class Local(Exception):
         """Cannot be rebuilt elsewhere."""
 
-    error = failure(Local("why"), Ways("all_gather", nothing, nothing), "b")
+    error = failure(Local("why"), "all_gather", "b")
     assert type(error) is CallError
     assert str(error) == "worker 'b' failed in all_gather: Local: why"
     assert (error.worker, error.call) == ("b", "all_gather")
@@ -64,17 +63,16 @@ def gatherings_of(me: int) -> tuple[Gatherings, list[Any]]:
         me=peers[me],
         info=SimpleNamespace(name=peers[me].name),
         peers=dict(enumerate(peers)),
-        find=lambda name: next(peer for peer in peers if peer.name == name),
         reactor=SimpleNamespace(submit=lambda *_: None),
     )
-    return Gatherings(agent), peers
+    return Gatherings(agent, LongWaits("worker")), peers
 
 
 def test_the_leader_forgets_a_gathering_when_all_have_arrived() -> None:
-    gatherings, _ = gatherings_of(0)
-    for name in ("worker2", "worker0", "worker1"):
-        gathering = gatherings.brought(KEY, name, name)
-    assert gathering.values() == {name: name for name in ("worker2", "worker0", "worker1")}
+    gatherings, peers = gatherings_of(0)
+    for number in (2, 0, 1):
+        gathering = gatherings.brought(KEY, peers[number], number)
+    assert gathering.values() == {f"worker{number}": number for number in (2, 0, 1)}
     assert len(gatherings) == 0
 
 
@@ -82,45 +80,45 @@ def test_the_leader_forgets_a_gathering_when_all_have_arrived() -> None:
 def test_a_value_that_comes_too_late_ends_the_gathering_unless_it_came_nevertheless(
     has_arrived: bool,
 ) -> None:
-    gatherings, _ = gatherings_of(0)
-    gathering = gatherings.brought(KEY, "worker2" if has_arrived else "worker1", 1)
-    gatherings.withdrawn(KEY, "worker2", CallTimeout("too late"))
+    gatherings, peers = gatherings_of(0)
+    gathering = gatherings.brought(KEY, peers[2 if has_arrived else 1], 1)
+    gatherings.withdrawn(KEY, peers[2], CallTimeout("too late"))
     assert gathering.has_ended is not has_arrived
 
 
 def test_a_value_that_comes_too_late_for_a_gathering_that_has_ended_begins_none() -> None:
-    gatherings, _ = gatherings_of(0)
+    gatherings, peers = gatherings_of(0)
     gatherings._numbers[KEY.workers, KEY.kind] = 1
-    gatherings.withdrawn(KEY, "worker2", CallTimeout("too late"))
+    gatherings.withdrawn(KEY, peers[2], CallTimeout("too late"))
     assert len(gatherings) == 0
-    gatherings.withdrawn(KEY._replace(number=1), "worker2", CallTimeout("too late"))
+    gatherings.withdrawn(KEY._replace(number=1), peers[2], CallTimeout("too late"))
     assert len(gatherings) == 1  # The others have not come yet, and will be told.
 
 
 def test_a_failed_gathering_is_kept_until_all_have_arrived_or_are_lost() -> None:
     gatherings, peers = gatherings_of(0)
-    gathering = gatherings.brought(KEY, "worker0", 0)
+    gathering = gatherings.brought(KEY, peers[0], 0)
     gatherings.peer_lost(peers[1])
     with pytest.raises(WorkerLost, match="gone"):
         gathering.values()
     assert len(gatherings) == 1
-    gatherings.brought(KEY, "worker2", 2)
+    gatherings.brought(KEY, peers[2], 2)
     assert len(gatherings) == 0
 
 
 def test_what_a_follower_would_be_told_does_not_end_a_gathering_of_the_leader() -> None:
-    gatherings, _ = gatherings_of(0)
-    gathering = gatherings.brought(KEY, "worker1", 1)
+    gatherings, peers = gatherings_of(0)
+    gathering = gatherings.brought(KEY, peers[1], 1)
     gatherings.told(KEY, {})
-    gatherings.failed(KEY, CallTimeout("too late"))
+    gatherings.told(KEY, {}, CallTimeout("too late"))
     assert not gathering.has_ended
 
 
 def test_nothing_begins_after_the_end() -> None:
-    gatherings, _ = gatherings_of(0)
-    gathering = gatherings.brought(KEY, "worker1", 1)
+    gatherings, peers = gatherings_of(0)
+    gathering = gatherings.brought(KEY, peers[1], 1)
     gatherings.close()
     with pytest.raises(NotInitialized, match="'worker0' has shut down"):
         gathering.values()
     with pytest.raises(NotInitialized, match="'worker0' has shut down"):
-        gatherings.brought(KEY, "worker2", 2)
+        gatherings.brought(KEY, peers[2], 2)

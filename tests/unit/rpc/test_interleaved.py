@@ -15,10 +15,11 @@ import torch
 
 from tests.unit.engine.worker.group import LIMIT_S, group_of
 from torchweft.engine.protocol.leaving import OpenLeaving
+from torchweft.engine.threads.reports import LongWaits
 from torchweft.engine.worker import current
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import WorkerLost
-from torchweft.rpc.collective import Gatherings, Key, Limits, Ways
+from torchweft.rpc.collective import Gatherings, Key, Limits
 from torchweft.rpc.encoding import Encoder
 from torchweft.rpc.health import on_worker_lost
 from torchweft.rpc.node import Leaving
@@ -30,18 +31,15 @@ LIMITS = Limits(LIMIT_S, LIMIT_S)
 def nothing(*_: object) -> None: ...
 
 
-WAYS = Ways("barrier", nothing, nothing)
-
-
 def test_a_gathering_that_has_ended_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last worker arrives between the loss of a worker that has arrived and its report."""
     key, told = Key((0, 1), "barrier", 0), list[Peer]()
     with group_of(2) as (first, second):
-        led = Gatherings(first.agent)
+        led = Gatherings(first.agent, LongWaits("worker0"))
         monkeypatch.setattr(led, "_tell_failure", lambda key, peer, error: told.append(peer))
         gathering = led._found(key, key.workers)
         for member in (first, second):
-            led.brought(key, member.agent.info.name, 1)
+            led.brought(key, first.peer(member), 1)
         lost = WorkerLost("gone", worker="worker1")
         led._fail(key, gathering, first.peer(second), lost)
         assert gathering.values() == {"worker0": 1, "worker1": 1}
@@ -54,7 +52,7 @@ def test_a_leader_that_is_lost_as_a_gathering_begins(
 ) -> None:
     """The report of the loss comes before the gathering is registered, or after."""
     with group_of(2) as (leader, member):
-        gatherings = Gatherings(member.agent)
+        gatherings = Gatherings(member.agent, LongWaits("worker1"))
         peer = member.peer(leader)
 
         def lose() -> None:
@@ -65,7 +63,7 @@ def test_a_leader_that_is_lost_as_a_gathering_begins(
             lose()
         monkeypatch.setattr(gatherings, "_bring", lambda *_: is_reported_before or lose())
         with pytest.raises(WorkerLost, match="killed"):
-            gatherings.gather(None, [peer, member.agent.me], WAYS, LIMITS)
+            gatherings.gather(None, [peer, member.agent.me], "barrier", LIMITS)
         assert len(gatherings) == 0
 
 

@@ -211,27 +211,24 @@ def test_a_worker_comes_to_a_gathering_by_itself_and_hears_of_it_from_its_leader
     served: World,
 ) -> None:
     key = Key((0, 1), "barrier", 0)
-    collective.bring(key, "sender", None)
-    collective.withdrawn(Key((0, 1, 2), "barrier", 0), "sender", CallError("no"))
+    collective.bring(key, None)
+    collective.bring(Key((0, 1, 2), "barrier", 0), None, CallError("no"))
     raised = refusals(
         {
-            "another": lambda: collective.bring(key, "other", None),
-            "leader": lambda: collective.bring(Key((1, 2), "barrier", 0), "sender", None),
-            "not of it": lambda: collective.bring(Key((0, 2), "barrier", 0), "sender", None),
-            "unknown": lambda: collective.bring(Key((0, 1, 9), "barrier", 0), "sender", None),
-            "order": lambda: collective.bring(Key((1, 0), "barrier", 0), "sender", None),
-            "empty": lambda: collective.bring(Key((), "barrier", 0), "sender", None),
+            "leader": lambda: collective.bring(Key((1, 2), "barrier", 0), None),
+            "not of it": lambda: collective.bring(Key((0, 2), "barrier", 0), None),
+            "unknown": lambda: collective.bring(Key((0, 1, 9), "barrier", 0), None),
+            "order": lambda: collective.bring(Key((1, 0), "barrier", 0), None),
+            "empty": lambda: collective.bring(Key((), "barrier", 0), None),
             "told by no leader": lambda: collective.tell(key, {}),
-            "failed by no leader": lambda: collective.failed(key, CallError("no")),
+            "failed by no leader": lambda: collective.tell(key, {}, CallError("no")),
             "not me": lambda: collective.tell(Key((1, OTHER), "barrier", 0), {}),
         }
     )
     assert set(raised.values()) == {NotAllowed}
-    for wrong in (("key", "sender", None), ((0, 1), "sender", None)):
+    for wrong in (("key", None), ((0, 1), None), (key, None, "no error")):
         with pytest.raises(ArgumentTypeError):
             collective.bring(*wrong)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError):
-        collective.withdrawn(key, "sender", "no error")  # type: ignore[arg-type]
 
 
 # Whole calls

@@ -13,6 +13,7 @@ from torchweft.errors import NotSupported
 
 _CALL = "it is an entry point of PyTorch's C++ agent; call rpc_sync, rpc_async or remote"
 _MEMBERSHIP = "it is a step of how PyTorch's agents keep an open group; Weft's do so by themselves"
+_GATHER = "it is a step of how PyTorch's workers gather values; call _all_gather"
 _SCRIPT = (
     "TorchScript modules cannot hold remote references; hand the reference on beside the module"
 )
@@ -74,6 +75,7 @@ MEMBERSHIP = _made(_ALTERNATIVES_OF_MEMBERSHIP)
 INTERNAL_STEPS = {
     **_made(_ALTERNATIVES),
     **MEMBERSHIP,
+    **_made(dict.fromkeys(("_gather_to_leader", "_broadcast_to_followers"), _GATHER)),
     "_cleanup_python_rpc_handler": _cleanup_python_rpc_handler,
 }
 """Those of ``torch.distributed.rpc.api``."""

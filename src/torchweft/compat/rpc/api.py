@@ -31,7 +31,6 @@ from torchweft.compat.rpc.internal import (
 )
 from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.compat.waiting import _thread_local_var, _wait_all, note_future
-from torchweft.engine.codec.registry import remotely_callable_unless_strict
 from torchweft.engine.worker import current as current_agent
 from torchweft.errors import (
     CallError,
@@ -41,7 +40,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.collective import Gathering, Limits, Ways, current_gatherings, members
+from torchweft.rpc.collective import Gathering, Limits, current_gatherings, members
 from torchweft.rpc.futures import Future, fail
 
 __all__ = [
@@ -257,31 +256,30 @@ def _gather(
     name: str, obj: Any, worker_names: Iterable[str] | None, timeout: float
 ) -> dict[str, Any]:
     """Exchanges a value as ``_all_gather``; messages name the operation ``name``."""
-    ways = Ways(name, _gather_to_leader, _broadcast_to_followers)
     agent = current_agent.current()
     limits = _limits(timeout, agent.default_timeout_s)
     peers = members(agent, worker_names or None)
-    outcome = current_gatherings().gather(obj, peers, ways, limits)
+    outcome = current_gatherings().gather(obj, peers, name, limits)
     failed = {
-        name: error
-        for name, call in outcome.calls.items()
+        follower: error
+        for follower, call in outcome.calls.items()
         if (error := _error_of(call)) is not None
     }
     if failed:
         first = next(iter(failed.values()))
         raise CallError(
             f"Followers {list(failed)} failed or timed out in _all_gather after "
-            f"{limits.call_s:.2f} seconds{_within(ways)}; the first error is "
+            f"{limits.call_s:.2f} seconds{_within(name)}; the first error is "
             f"{type(first).__name__}: {first}",
             worker=next(iter(failed)),
-            call=ways.name,
+            call=name,
         ) from first
     return outcome.values
 
 
-def _within(ways: Ways) -> str:
+def _within(name: str) -> str:
     """Names the operation that gathers, if it is another than ``_all_gather``."""
-    return "" if ways.name == "_all_gather" else f", in {ways.name}"
+    return "" if name == "_all_gather" else f", in {name}"
 
 
 def _limits(timeout: float, default_s: float) -> Limits:
@@ -299,20 +297,6 @@ def _error_of(call: Future[None]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-@remotely_callable_unless_strict
-def _gather_to_leader(
-    sequence_id: Any, worker_name: str, obj: Any, worker_names: Any = None
-) -> None:
-    """Records on the leader that a worker has arrived, and its value."""
-    current_gatherings().brought(sequence_id, worker_name, obj)
-
-
-@remotely_callable_unless_strict
-def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
-    """Records on a follower that all workers have arrived, and their values."""
-    current_gatherings().told(sequence_id, objects_map)
 
 
 @_require_initialized
