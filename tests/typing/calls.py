@@ -62,23 +62,15 @@ class Model(nn.Module):
 X = torch.ones(2)
 
 
-def functions_are_checked() -> None:
+def results_of_functions_are_known() -> None:
     assert_type(rpc.rpc_sync("w", scaled, args=(X,)), Tensor)
     assert_type(rpc.rpc_sync(1, scaled, (X, 3.0)), Tensor)
     assert_type(rpc.rpc_sync("w", total, args=(1, 2, 3)), int)
     assert_type(rpc.rpc_async("w", scaled, args=(X,), timeout=5), Future[Tensor])
     assert_type(rpc.remote("w", scaled, args=(X,)), RRef[Tensor])
-    assert_type(rpc.rpc_sync("w", first_of, args=(["a"],)), str)
-    assert_type(rpc.rpc_sync("w", divmod, args=(7, 2)), tuple[int, int])
     assert_type(rpc.rpc_sync("w", torch.add, args=(X, 1)), Tensor)
     rpc.rpc_sync("w", nothing)
 
-    rpc.rpc_sync("w", scaled, args=("x",))  # type: ignore  # no tensor
-    rpc.rpc_async("w", scaled, args=(X, "3"))  # type: ignore  # no number
-    rpc.remote("w", scaled, args=(X, 1.0, True))  # type: ignore  # bias goes by name
-    rpc.rpc_sync("w", scaled, args=())  # type: ignore  # too few
-    rpc.rpc_sync("w", scaled)  # type: ignore  # too few
-    rpc.rpc_sync("w", total, args=(1, "2"))  # type: ignore
     rpc.rpc_sync("w", scaled, args=X)  # type: ignore  # no tuple
     rpc.rpc_sync("w", 3, args=(X,))  # type: ignore  # no function
     number: int = rpc.rpc_sync("w", scaled, args=(X,))  # type: ignore
@@ -91,8 +83,6 @@ def the_result_of_a_coroutine_or_future_is_what_it_gives() -> None:
     assert_type(rpc.remote("w", soon, args=("a",)), RRef[list[str]])
     assert_type(rpc.rpc_sync("w", later, args=(3,)), bytes)
     assert_type(rpc.rpc_sync("w", soon, kwargs={"name": "a"}), list[str])
-    rpc.rpc_sync("w", soon, args=(3,))  # type: ignore
-    rpc.rpc_sync("w", later, args=("3",))  # type: ignore
 
 
 async def futures_can_be_awaited() -> None:
@@ -123,12 +113,16 @@ def several_workers() -> None:
 def everything_is_checked_behind_on() -> None:
     worker = rpc.on("w", timeout=5)
     assert_type(worker.rpc_sync(scaled, X, by=3, bias=True), Tensor)
+    assert_type(worker.rpc_sync(first_of, ["a"]), str)
     assert_type(worker.rpc_async(soon, name="a"), Future[list[str]])
     assert_type(worker.rpc_sync(later, 3), bytes)
     assert_type(worker.remote(Model, 3, bias=False), RRef[Model])
     worker.rpc_sync(scaled, X, bais=True)  # type: ignore  # misspelt
     worker.rpc_sync(scaled)  # type: ignore  # too few
     worker.rpc_async(soon, 3)  # type: ignore
+    worker.rpc_sync(later, "3")  # type: ignore
+    worker.rpc_sync(total, 1, "2")  # type: ignore
+    worker.remote(scaled, X, 1.0, True)  # type: ignore  # bias goes by name
     worker.remote(Model, "3")  # type: ignore
 
 
@@ -175,7 +169,7 @@ class Sampler:
 
 def batched_calls_actors_and_streams(x: Tensor) -> None:
     assert_type(rpc.rpc_sync("a", classified, (x,)), Tensor)
-    rpc.rpc_sync("a", classified, ("x",))  # type: ignore[arg-type]
+    rpc.on("a").rpc_sync(classified, "x")  # type: ignore
     samplers = rpc.actors(["a", "b"], Sampler, 7, size=2)
     assert_type(samplers, rpc.Actors[Sampler])
     rpc.actors(["a"], Sampler, "7")  # type: ignore[arg-type]

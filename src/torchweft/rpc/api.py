@@ -1,8 +1,8 @@
 """The typed calls that programs make, to one worker, and to several workers at once.
 
-A type checker compares ``args`` with the parameters of ``func``, and knows the result: the
-coroutine's for an ``async def``, the future's for ``async_execution``. It does not check keyword
-arguments in ``kwargs``; ``torchweft.rpc.on`` takes them in Python's call syntax.
+A type checker knows the result of a call: the coroutine's for an ``async def``, the future's for
+``async_execution``. It does not check ``args`` and ``kwargs``; ``torchweft.rpc.on`` takes them in
+Python's call syntax, and has them checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import queue
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from types import FunctionType, MethodDescriptorType, WrapperDescriptorType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -42,11 +42,6 @@ from torchweft.rpc.futures import Future, fail, open_calls
 from torchweft.rpc.rref import RRef, check_method
 from torchweft.rpc.worker import WORKER
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVarTuple, Unpack
-
-    Ts = TypeVarTuple("Ts")
-
 T = TypeVar("T")
 Later = Coroutine[Any, Any, T] | torch.futures.Future[T]
 """What a function returns whose result comes later."""
@@ -57,56 +52,20 @@ Kwargs = dict[str, Any] | None
 @overload
 def rpc_sync(
     to: Destination,
-    func: Callable[[Unpack[Ts]], Later[T]],
-    args: tuple[Unpack[Ts]],
-    *,
+    func: Callable[..., Later[T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = ...,
-) -> T: ...
-
-
-@overload
-def rpc_sync(
-    to: Destination, func: Callable[[], Later[T]], args: None = None, *, timeout: float = ...
-) -> T: ...
-
-
-@overload
-def rpc_sync(
-    to: Destination, func: Callable[..., Later[T]], args: Args, kwargs: Kwargs, timeout: float = ...
-) -> T: ...
-
-
-@overload
-def rpc_sync(
-    to: Destination, func: Callable[..., Later[T]], *, kwargs: Kwargs, timeout: float = ...
 ) -> T: ...
 
 
 @overload
 def rpc_sync(
     to: Destination,
-    func: Callable[[Unpack[Ts]], T],
-    args: tuple[Unpack[Ts]],
-    *,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = ...,
-) -> T: ...
-
-
-@overload
-def rpc_sync(
-    to: Destination, func: Callable[[], T], args: None = None, *, timeout: float = ...
-) -> T: ...
-
-
-@overload
-def rpc_sync(
-    to: Destination, func: Callable[..., T], args: Args, kwargs: Kwargs, timeout: float = ...
-) -> T: ...
-
-
-@overload
-def rpc_sync(
-    to: Destination, func: Callable[..., T], *, kwargs: Kwargs, timeout: float = ...
 ) -> T: ...
 
 
@@ -153,56 +112,20 @@ def rpc_sync(
 @overload
 def rpc_async(
     to: Destination,
-    func: Callable[[Unpack[Ts]], Later[T]],
-    args: tuple[Unpack[Ts]],
-    *,
+    func: Callable[..., Later[T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = ...,
-) -> Future[T]: ...
-
-
-@overload
-def rpc_async(
-    to: Destination, func: Callable[[], Later[T]], args: None = None, *, timeout: float = ...
-) -> Future[T]: ...
-
-
-@overload
-def rpc_async(
-    to: Destination, func: Callable[..., Later[T]], args: Args, kwargs: Kwargs, timeout: float = ...
-) -> Future[T]: ...
-
-
-@overload
-def rpc_async(
-    to: Destination, func: Callable[..., Later[T]], *, kwargs: Kwargs, timeout: float = ...
 ) -> Future[T]: ...
 
 
 @overload
 def rpc_async(
     to: Destination,
-    func: Callable[[Unpack[Ts]], T],
-    args: tuple[Unpack[Ts]],
-    *,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = ...,
-) -> Future[T]: ...
-
-
-@overload
-def rpc_async(
-    to: Destination, func: Callable[[], T], args: None = None, *, timeout: float = ...
-) -> Future[T]: ...
-
-
-@overload
-def rpc_async(
-    to: Destination, func: Callable[..., T], args: Args, kwargs: Kwargs, timeout: float = ...
-) -> Future[T]: ...
-
-
-@overload
-def rpc_async(
-    to: Destination, func: Callable[..., T], *, kwargs: Kwargs, timeout: float = ...
 ) -> Future[T]: ...
 
 
@@ -229,56 +152,20 @@ def rpc_async(
 @overload
 def remote(
     to: Destination,
-    func: Callable[[Unpack[Ts]], Later[T]],
-    args: tuple[Unpack[Ts]],
-    *,
+    func: Callable[..., Later[T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = ...,
-) -> RRef[T]: ...
-
-
-@overload
-def remote(
-    to: Destination, func: Callable[[], Later[T]], args: None = None, *, timeout: float = ...
-) -> RRef[T]: ...
-
-
-@overload
-def remote(
-    to: Destination, func: Callable[..., Later[T]], args: Args, kwargs: Kwargs, timeout: float = ...
-) -> RRef[T]: ...
-
-
-@overload
-def remote(
-    to: Destination, func: Callable[..., Later[T]], *, kwargs: Kwargs, timeout: float = ...
 ) -> RRef[T]: ...
 
 
 @overload
 def remote(
     to: Destination,
-    func: Callable[[Unpack[Ts]], T],
-    args: tuple[Unpack[Ts]],
-    *,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = ...,
-) -> RRef[T]: ...
-
-
-@overload
-def remote(
-    to: Destination, func: Callable[[], T], args: None = None, *, timeout: float = ...
-) -> RRef[T]: ...
-
-
-@overload
-def remote(
-    to: Destination, func: Callable[..., T], args: Args, kwargs: Kwargs, timeout: float = ...
-) -> RRef[T]: ...
-
-
-@overload
-def remote(
-    to: Destination, func: Callable[..., T], *, kwargs: Kwargs, timeout: float = ...
 ) -> RRef[T]: ...
 
 
