@@ -611,16 +611,16 @@ class BatchQueue:
         Raises:
             ConfigurationError: A thread that runs a batch of this queue makes the call.
         """
-        is_local = isinstance(call, LocalCall)
-        if is_local and threading.get_ident() == self._runs_in:
-            raise ConfigurationError(
-                f"{self._name} is called within a batch of its own, and would wait for itself; "
-                "move the common part to a function that is not batched"
-            )
-        if isinstance(call, LocalCall) and self._worker.carrier is not None:
-            call.context = self._worker.carrier.context_here()
+        if isinstance(call, LocalCall):
+            if threading.get_ident() == self._runs_in:
+                raise ConfigurationError(
+                    f"{self._name} is called within a batch of its own, and would wait for itself; "
+                    "move the common part to a function that is not batched"
+                )
+            if self._worker.carrier is not None:
+                call.context = self._worker.carrier.context_here()
         with self._lock:
-            is_refused = len(self._batcher) >= self._limit and not is_local
+            is_refused = len(self._batcher) >= self._limit and not isinstance(call, LocalCall)
             if is_refused:
                 self._statistics.refused += 1
             else:
@@ -630,12 +630,12 @@ class BatchQueue:
                 request = self._batcher.arrived(call, now_s)
         if is_refused:
             call(None, self._full())
-            return
-        if not isinstance(call, LocalCall):
-            call.on_cancel(self._leave)
-        self._carry_out(request)
-        if is_local:  # The thread of a served call looks at the tasks next.
+        elif isinstance(call, LocalCall):
+            self._carry_out(request)
             self._agent.reactor.wake()
+        else:
+            call.on_cancel(self._leave)
+            self._carry_out(request)  # This thread looks at the tasks next.
 
     def _full(self) -> QueueFull:
         worker = self._agent.info.name
