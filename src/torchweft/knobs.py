@@ -363,8 +363,8 @@ TRACEBACKS = Knob("TRACEBACKS", "short")
 
 # The constants.
 
-REFERENCE_RESEND_S = Constant("REFERENCE_RESEND_S", 5.0)
-"""Seconds after which an unanswered reference message is repeated."""
+REFERENCE_ARRIVAL_S = Constant("REFERENCE_ARRIVAL_S", 5.0)
+"""Seconds after which a worker that leaves takes back references that were handed on in vain."""
 REFERENCE_BATCH_S = Constant("REFERENCE_BATCH_S", 0.02)
 """Seconds that ended references are collected before they are told."""
 STALL_S = Constant("STALL_S", 0.002)

@@ -26,7 +26,7 @@ from torchweft.engine.protocol.references import (
 from torchweft.engine.wire import references as wire
 from torchweft.ids import ReferenceId
 
-RESEND_S = 1.0
+ARRIVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,14 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Statements:
+    """Messages of the protocol, which the session below delivers once."""
+
+    number: int
+    batch: bytes
+
+
+@dataclass(frozen=True)
 class Loss:
     """Membership's message to a worker that another worker is lost."""
 
@@ -88,7 +96,7 @@ class World:
 
     def __init__(self, size: int, network: Sender) -> None:
         self.network = network
-        self.machines = {worker: References(worker, RESEND_S) for worker in range(size)}
+        self.machines = {worker: References(worker, ARRIVAL_S) for worker in range(size)}
         self.handles: dict[int, Counter[ReferenceId]] = {w: Counter() for w in range(size)}
         self.values: set[ReferenceId] = set()
         self.ended: dict[int, set[ReferenceId]] = defaultdict(set)
@@ -100,6 +108,8 @@ class World:
         self._losses: set[tuple[int, int]] = set()
         self._calls_home: dict[int, tuple[int, ReferenceId]] = {}
         self._home_numbers = itertools.count()
+        self._batch_numbers = itertools.count()
+        self._heard: set[int] = set()
         self._strays: set[ReferenceId] = set()
         self._closed: set[int] = set()
         self._touched: dict[ReferenceId, set[int]] = defaultdict(set)
@@ -218,7 +228,7 @@ class World:
 
     def join(self, worker: int) -> None:
         """Adds a worker, whose number was never used."""
-        self.machines[worker] = References(worker, RESEND_S)
+        self.machines[worker] = References(worker, ARRIVAL_S)
         self.handles[worker] = Counter()
 
     def kill(self, worker: int, is_announced: bool = True) -> None:
@@ -262,8 +272,9 @@ class World:
             self.end_call_home(payload.number)
         elif isinstance(payload, Loss):
             self.lose(target, payload.worker)
-        else:
-            payload = wire.decode(payload)
+        elif payload.number not in self._heard:
+            self._heard.add(payload.number)
+            payload = wire.decode(payload.batch)
             for message in payload:
                 self.machines[target].message(source, message)
         self._done(target, "has from", source, payload)
@@ -317,7 +328,8 @@ class World:
                 self.trace.append(("worker", worker, "has to", action))
                 self._observe(worker, action)
         for to, messages in batches.items():
-            self.network.send(worker, to, wire.encode(messages))
+            statements = Statements(next(self._batch_numbers), wire.encode(messages))
+            self.network.send(worker, to, statements, is_reliable=True)
 
     # Checks of the observer.
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tests.simulation.network import SteeredNetwork
-from tests.simulation.reference_world import RESEND_S, World
+from tests.simulation.reference_world import ARRIVAL_S, World
 from tests.thorough import examples
 from torchweft.ids import ReferenceId
 
@@ -70,17 +70,12 @@ class ReferenceAdversary(RuleBasedStateMachine):
 
     @precondition(lambda self: self.network.packets)
     @rule(choice=choices)
-    def lose(self, choice: int) -> None:
-        self.network.lose(choice)
-
-    @precondition(lambda self: self.network.packets)
-    @rule(choice=choices)
     def duplicate(self, choice: int) -> None:
         self.network.duplicate(choice)
 
     @rule(worker=worker_ids)
     def tick(self, worker: int) -> None:
-        self.now_s[worker] += RESEND_S
+        self.now_s[worker] += ARRIVAL_S
         self.world.tick(worker, self.now_s[worker])
 
     def teardown(self) -> None:

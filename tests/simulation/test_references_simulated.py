@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.simulation.network import Faults, Network
-from tests.simulation.reference_world import RESEND_S, World
+from tests.simulation.reference_world import ARRIVAL_S, World
 from tests.simulation.seeds import batches, name_of, try_seeds
 from torchweft.ids import ReferenceId
 
@@ -45,7 +45,7 @@ class Run:
                 pass
             if all(machine.is_settled() for machine in self.world.machines.values()):
                 return
-            self.network.now_s += RESEND_S
+            self.network.now_s += ARRIVAL_S
             self._tick_all()
         raise AssertionError("the workers never come to rest")
 
@@ -76,7 +76,7 @@ class Run:
         elif kind < 0.85 and held:
             self._drop_any()
         elif kind < 0.95:
-            self.network.now_s += RESEND_S / 2
+            self.network.now_s += ARRIVAL_S / 2
             world.tick(worker, self.network.now_s)
         elif kind < 0.98:
             self.network.cut(worker, other)
@@ -137,7 +137,7 @@ def pass_around(run: Run) -> None:
         for _ in range(run.chance.choice((0, 1, 2, 6))):
             run._deliver()
         if run.chance.random() < 0.1:
-            run.network.now_s += RESEND_S
+            run.network.now_s += ARRIVAL_S
             run._tick_all()
     run.calm()
     run.world.check_calm()

@@ -53,7 +53,7 @@ _EDGES = (-1, -2, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 48, 0)
 _PROGRAM = b"tests.fuzz.strict.program:"
 _STATEMENTS = (
     *(references.Hold, references.HoldAck, references.Gone, references.Drop, references.DropAck),
-    *(references.NotCreated, references.Handed, references.HandedAck, references.NotHanded),
+    *(references.NotCreated, references.Handed, references.NotHanded),
 )
 _KINDS_OF_INTEGERS = (
     *(Kind.CANCEL, Kind.PULLED, Kind.SUPPLY, Kind.UNSENT, Kind.DATA_BROKEN),
@@ -266,7 +266,7 @@ class Others:
         made = []
         for _ in range(1 + self._any(1)):
             kind = self.chance.choice(_STATEMENTS)
-            if kind in (references.Handed, references.HandedAck, references.NotHanded):
+            if kind in (references.Handed, references.NotHanded):
                 made.append(kind(self._token()))
             elif kind is references.NotCreated:
                 made.append(kind(self._reference()))

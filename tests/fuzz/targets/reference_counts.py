@@ -16,7 +16,6 @@ from torchweft.engine.wire.references import (
     DropAck,
     Gone,
     Handed,
-    HandedAck,
     Hold,
     HoldAck,
     Message,
@@ -28,15 +27,15 @@ from torchweft.ids import ReferenceId
 
 _ME, _HOSTILE, _HONEST = range(3)
 _STEP = struct.Struct("<BBBqBB")
-_RESEND_S = 5.0
-_EVENTS = 13
+_ARRIVAL_S = 5.0
+_EVENTS = 12
 
 
 class _World:
     """The machine of the owner, and the actions that it has asked of its shell."""
 
     def __init__(self) -> None:
-        self.machine = References(_ME, _RESEND_S)
+        self.machine = References(_ME, _ARRIVAL_S)
         self.held, self.handed = self.machine.owned(), self.machine.owned()
         self.machine.message(_HONEST, Hold(self.held, 1, 0))
         self.token = self.machine.hand_on(self.handed, _HONEST)
@@ -67,17 +66,16 @@ class _World:
             DropAck(reference, version),
             NotCreated(reference),
             Handed(token),
-            HandedAck(token),
             NotHanded(token),
         )
         if event < len(messages):
             machine.message(_HOSTILE, messages[event])
-        elif event == 9:
+        elif event == 8:
             machine.created(ReferenceId(_HOSTILE, _ME, reference.number))
-        elif event == 10:
+        elif event == 9:
             if machine.received(reference, token, _HOSTILE):
                 machine.handle_dropped(reference)
-        elif event == 11:
+        elif event == 10:
             machine.refused(reference, token, _HOSTILE)
         elif machine.came_home(reference):
             machine.handle_dropped(reference)
@@ -118,10 +116,10 @@ def seeds() -> list[bytes]:
     """Returns legitimate steps of a peer, and all steps on references that are not its own."""
     right = [
         _STEP.pack(0, _ME, _ME, 0, 1, 0),
-        _STEP.pack(9, 0, 0, 0, 0, 0),
+        _STEP.pack(8, 0, 0, 0, 0, 0),
         _STEP.pack(3, _HOSTILE, _ME, 0, 1, 0),
-        _STEP.pack(10, _HONEST, _HONEST, 3, 0, 1),
-        _STEP.pack(12, _ME, _ME, 1, 0, 0),
+        _STEP.pack(9, _HONEST, _HONEST, 3, 0, 1),
+        _STEP.pack(11, _ME, _ME, 1, 0, 0),
         _STEP.pack(5, _HOSTILE, _ME, 1, 0, 0),
     ]
     wrong = [

@@ -8,7 +8,6 @@ from torchweft.engine.wire.references import (
     DropAck,
     Gone,
     Handed,
-    HandedAck,
     Hold,
     HoldAck,
     Message,
@@ -29,8 +28,7 @@ EVERY_KIND: tuple[Message, ...] = (
     DropAck(_REFERENCE, 9),
     NotCreated(_REFERENCE),
     Handed(10),
-    HandedAck(11),
-    NotHanded(12),
+    NotHanded(11),
 )
 
 

@@ -1,7 +1,7 @@
 """Ctrl-C at every step of a call that makes, hands on or returns references.
 
 Such a reference is taken back at once. Where the interrupt came within the tables of references,
-it stays until the worker leaves, which waits for it no longer than two intervals.
+it stays until the worker leaves, which waits for it no longer than ``REFERENCE_ARRIVAL_S``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def open_ends(worker: Worker) -> int:
 def test_an_interrupted_call_with_references_does_not_keep_a_worker_from_leaving(
     way: Callable[[Pair], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(INTERNAL_VARIABLE, "REFERENCE_RESEND_S=0.1")
+    monkeypatch.setenv(INTERNAL_VARIABLE, "REFERENCE_ARRIVAL_S=0.1")
     with pair_of(2) as pair:
         workers = pair.caller, pair.callee
         if way is not take_over:

@@ -35,7 +35,6 @@ from torchweft.engine.wire.references import (
     DropAck,
     Gone,
     Handed,
-    HandedAck,
     Hold,
     HoldAck,
     Message,
@@ -109,7 +108,7 @@ def _of_owner(me: int, sender: int, message: HoldAck | Gone | DropAck) -> bool:
     return message.reference.owner == sender
 
 
-def _between_the_two(me: int, sender: int, message: Handed | HandedAck | NotHanded) -> bool:
+def _between_the_two(me: int, sender: int, message: Handed | NotHanded) -> bool:
     return True
 
 
@@ -117,7 +116,7 @@ REFERENCE_RULES: dict[type[Message], Callable[[int, int, Any], bool]] = {
     **dict.fromkeys((Hold, Drop), _of_user),
     NotCreated: _of_creator,
     **dict.fromkeys((HoldAck, Gone, DropAck), _of_owner),
-    **dict.fromkeys((Handed, HandedAck, NotHanded), _between_the_two),
+    **dict.fromkeys((Handed, NotHanded), _between_the_two),
 }
 """By type of message, whether the receiver, the sender and the message fit together."""
 

@@ -1,14 +1,14 @@
 """Keeps a remotely referenced value alive for exactly as long as a reference to it exists.
 
 The problem: many workers hold references to a value on its *owner*, pass them on in messages, and
-drop them, while the network delays, repeats, reorders and loses their messages. If each *user* sent
-the owner increments and decrements, a decrement that overtakes the increment of a third worker
-would free a value that is in use; a repeated decrement would free it twice.
+drop them, while messages are late and overtake each other. If each *user* sent the owner increments
+and decrements, a decrement that overtakes the increment of a third worker would free a value that
+is in use.
 
 The idea: no counts travel, only states. Each user has one entry per reference, whatever the
 number of its handles, and tells the owner "I hold it" or "I hold it no longer", numbered by a
-version, until the owner has answered; the owner believes the highest version it has seen. A worker
-that hands a reference on keeps its own entry until the owner knows the receiver's.
+version; the owner believes the highest version it has seen. A worker that hands a reference on
+keeps its own entry until the owner knows the receiver's.
 
 Guarantees, which the tests name as well: **G1** the owner learns of every user's end; **G2** a
 reference handed on keeps the value alive until the receiver is registered; **G3** when a worker is
@@ -16,16 +16,17 @@ lost, the owner drops its holds, and users of values that it owned are told; **G
 shutdown leaves no references, and reports any that are left.
 
 The rules of this file: ``References`` is the shell's interface, made of the half of the owner, the
-half of the user, and the handovers. Every request is repeated until it is answered, as the network
-loses and repeats messages. Received numbers take little memory (``protocol.numbers``).
-``docs/protocols/references.md`` has the scenarios.
+half of the user, and the handovers. Nothing is repeated: a session delivers each message once, or
+one of the two workers is lost to the other. Received numbers take little memory
+(``protocol.numbers``). ``docs/protocols/references.md`` has the scenarios.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,7 +38,6 @@ from torchweft.engine.wire.references import (
     DropAck,
     Gone,
     Handed,
-    HandedAck,
     Hold,
     HoldAck,
     Message,
@@ -47,7 +47,7 @@ from torchweft.engine.wire.references import (
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 
-# Delivery: actions, requests that are repeated, and references in transit
+# Actions, and what waits for an answer
 
 
 @dataclass(slots=True)
@@ -125,23 +125,12 @@ class Leak(NamedTuple):
 
 
 class Outbox:
-    """The actions to be taken next, and the requests that are not answered yet.
+    """The actions to be taken next, and the references about which the owner has yet to answer."""
 
-    Unanswered requests are kept in two generations. At the end of each interval the old requests
-    are sent again and the young ones become old. So a request is repeated one to two intervals
-    after it was made, carries no time, and costs one entry in a ``dict``.
-
-    Args:
-        resend_s: The interval, in seconds.
-    """
-
-    def __init__(self, resend_s: float) -> None:
+    def __init__(self) -> None:
         self.lost = WorkerIds()
+        self.unanswered: set[ReferenceId] = set()
         self._actions: list[Action] = []
-        self._resend_s = resend_s
-        self._resend_at_s: float | None = None
-        self._young: dict[Hashable, Send] = {}
-        self._old: dict[Hashable, Send] = {}
 
     def take(self) -> list[Action]:
         """Returns the actions collected since the last call, oldest first."""
@@ -153,52 +142,16 @@ class Outbox:
         self._actions.append(action)
 
     def send(self, to: int, message: Message) -> None:
-        """Sends ``message`` once."""
+        """Sends ``message``, unless its receiver is lost."""
         if to not in self.lost:
             self._actions.append(Send(to, message))
 
-    def request(self, key: Hashable, to: int, message: Message) -> None:
-        """Sends ``message`` until ``key`` is answered; replaces the earlier request of ``key``."""
-        self.expect(key, to, message)
-        self.send(to, message)
-
-    def expect(self, key: Hashable, to: int, message: Message) -> None:
-        """Does as ``request``, but does not send at once: another message asks the same."""
-        if to not in self.lost:
-            self._old.pop(key, None)
-            self._young[key] = Send(to, message)
-
-    def answered(self, key: Hashable) -> None:
-        """Ends a request; does nothing if it has ended before."""
-        if self._young.pop(key, None) is None:
-            self._old.pop(key, None)
-
-    def tick(self, now_s: float) -> bool:
-        """Repeats requests that have waited for an interval or more.
-
-        Returns:
-            Whether an interval has ended.
-        """
-        is_end = self._resend_at_s is not None
-        if self._resend_at_s is not None:
-            if now_s < self._resend_at_s:
-                return False
-            self._actions.extend(self._old.values())
-            self._old.update(self._young)
-            self._young.clear()
-        self._resend_at_s = now_s + self._resend_s
-        return is_end
-
-    def lose(self, peer: int) -> None:
-        """Ends all requests to ``peer``, and sends no more messages to it."""
-        self.lost.add(peer)
-        for requests in (self._young, self._old):
-            for key in [key for key, request in requests.items() if request.to == peer]:
-                del requests[key]
-
-    def __len__(self) -> int:
-        """Returns how many requests are unanswered."""
-        return len(self._young) + len(self._old)
+    def ask(self, message: Hold | Drop | NotCreated) -> None:
+        """Asks the owner of a reference, which answers once."""
+        reference = message.reference
+        if reference.owner not in self.lost:
+            self.unanswered.add(reference)
+            self.send(reference.owner, message)
 
 
 # The owner's half: the users of the values that live here
@@ -217,17 +170,12 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True)
 class Owned:
-    """The owner's entry for one value.
-
-    ``users`` has each user's version of its hold, ``dropped`` each former user's version of its
-    drop: a late hold of a smaller version must not count.
-    """
+    """The owner's entry for one value; ``users`` has each user's version of its hold."""
 
     stage: Stage
     handles: int = 0
     handovers: int = 0
     users: dict[int, int] = field(default_factory=dict)
-    dropped: dict[int, int] = field(default_factory=dict)
 
 
 class OwnedValues:
@@ -293,8 +241,7 @@ class OwnedValues:
         if entry is None or entry.stage is Stage.GONE:
             self._outbox.send(user, Gone(reference, version))
             return
-        if version > entry.dropped.get(user, -1):
-            entry.users[user] = max(version, entry.users.get(user, 0))
+        entry.users[user] = max(version, entry.users.get(user, 0))
         if entry.stage is Stage.CREATED:
             self._outbox.send(user, HoldAck(reference, version))
 
@@ -302,7 +249,6 @@ class OwnedValues:
         reference, version = message.reference, message.version
         entry = self._entries.get(reference)
         if entry is not None:
-            entry.dropped[user] = max(version, entry.dropped.get(user, 0))
             if entry.users.get(user, version) < version:
                 del entry.users[user]
             self._release_unused(reference, entry)
@@ -310,13 +256,9 @@ class OwnedValues:
 
     def not_created(self, creator: int, message: NotCreated) -> None:
         reference = message.reference
-        if self._numbers_of(creator).add(reference.number):
+        if self._numbers_of(creator).add(reference.number):  # Otherwise the call was answered.
             self._will_not_come(reference)
-        entry = self._entries.get(reference)
-        if entry is None or entry.stage is Stage.GONE:
             self._outbox.send(creator, Gone(reference, 0))
-        else:  # the call came before this message
-            self._outbox.send(creator, HoldAck(reference, 0))
 
     def change(self, reference: ReferenceId, handles: int = 0, handovers: int = 0) -> None:
         """Changes the counts that keep a value alive here."""
@@ -335,7 +277,6 @@ class OwnedValues:
         self._created.pop(peer, None)
         for reference, entry in list(self._entries.items()):
             entry.users.pop(peer, None)
-            entry.dropped.pop(peer, None)
             if entry.stage is Stage.AWAITED and reference.creator == peer:
                 self._will_not_come(reference)
             else:
@@ -421,8 +362,7 @@ class Held:
 class HeldReferences:
     """The references of this worker to values on other workers.
 
-    A reference has at most one request to its owner under way, also in the outbox: a drop waits
-    until the hold before it is answered, and a new hold replaces a drop.
+    A drop waits until the hold before it is answered. A hold does not wait for the drop before it.
     """
 
     def __init__(self, worker: int, outbox: Outbox) -> None:
@@ -441,14 +381,14 @@ class HeldReferences:
         if owner in self._outbox.lost:
             self._end(reference, entry)
         else:
-            self._outbox.expect(reference, owner, Hold(reference, 0, NO_TOKEN))
+            self._outbox.unanswered.add(reference)
         return reference
 
     def not_created(self, reference: ReferenceId) -> None:
         """Tells the owner not to wait for a creation, unless the call has arrived."""
         entry = self._entries.get(reference)
         if entry is not None and entry.state is State.CREATING:
-            self._outbox.request(reference, reference.owner, NotCreated(reference))
+            self._outbox.ask(NotCreated(reference))
 
     def none_created(self) -> None:
         """Tells the owners not to wait for any creation that has not arrived."""
@@ -482,7 +422,7 @@ class HeldReferences:
 
     def handed(self, sender: int, token: int) -> None:
         """Tells the sender of a handover that it may let the reference go."""
-        self._outbox.request((Handed, sender, token), sender, Handed(token))
+        self._outbox.send(sender, Handed(token))
 
     def hold_ack(self, owner: int, message: HoldAck) -> None:
         entry = self._find_waiting(message)
@@ -500,8 +440,8 @@ class HeldReferences:
         reference = message.reference
         entry = self._entries.get(reference)
         if entry is None or entry.state is not State.DROPPING or entry.version != message.version:
-            return  # a repeated answer, or an answer to a drop that a later hold has replaced
-        self._outbox.answered(reference)
+            return  # A later hold has replaced the drop.
+        self._outbox.unanswered.discard(reference)
         del self._entries[reference]
 
     def change(self, reference: ReferenceId, handles: int = 0, handovers: int = 0) -> None:
@@ -540,7 +480,7 @@ class HeldReferences:
         if sender != reference.owner:
             entry.owed += ((sender, token),)
             token = NO_TOKEN
-        self._outbox.request(reference, reference.owner, Hold(reference, entry.version, token))
+        self._outbox.ask(Hold(reference, entry.version, token))
 
     def _find_waiting(self, message: HoldAck | Gone) -> Held | None:
         """Returns the entry whose hold ``message`` answers, or None."""
@@ -561,7 +501,7 @@ class HeldReferences:
 
     def _settle(self, reference: ReferenceId, entry: Held) -> None:
         """Carries out what waited for the owner's answer."""
-        self._outbox.answered(reference)
+        self._outbox.unanswered.discard(reference)
         for sender, token in entry.owed:
             self.handed(sender, token)
         entry.owed = ()
@@ -574,16 +514,12 @@ class HeldReferences:
             self._version += 1
             entry.version = self._version
             entry.state = State.DROPPING
-            self._outbox.request(reference, reference.owner, Drop(reference, entry.version))
+            self._outbox.ask(Drop(reference, entry.version))
         elif entry.state is State.GONE:
             del self._entries[reference]
 
 
 # All references of one worker
-
-
-_INTERVALS_TO_ARRIVE = 2
-"""Ends of intervals after ``drop_all`` until all messages have arrived that were sent before it."""
 
 
 class References:
@@ -597,12 +533,13 @@ class References:
     Args:
         worker: The id of this worker. An id names one life of a worker: a worker that comes back
             after it was lost has another id.
-        resend_s: Seconds after which a request that has no answer is sent again.
+        arrival_s: Seconds after ``drop_all`` until all messages have arrived that were sent before.
     """
 
-    def __init__(self, worker: int, resend_s: float) -> None:
+    def __init__(self, worker: int, arrival_s: float) -> None:
         self._worker = worker
-        self._outbox = Outbox(resend_s)
+        self._outbox = Outbox()
+        self._arrival_s = arrival_s
         self._handovers: dict[tuple[int, int], ReferenceId] = {}
         """The references under way, by receiver and token. Tokens count from 1 for every pair of
         sender and receiver, without gaps, so that the receiver remembers them in little memory."""
@@ -611,7 +548,7 @@ class References:
         self._owned = OwnedValues(worker, self._outbox)
         self._held = HeldReferences(worker, self._outbox)
         self._is_closed = False
-        self._intervals_closed = 0
+        self._take_back_at_s: float | None = None
         self._handlers: dict[type[Message], Callable[[int, Any], None]] = {
             Hold: self._on_hold,
             Drop: self._owned.drop,
@@ -620,7 +557,6 @@ class References:
             Gone: self._held.gone,
             DropAck: self._held.drop_ack,
             Handed: self._on_handed,
-            HandedAck: self._on_handed_ack,
             NotHanded: self._on_not_handed,
         }
 
@@ -753,7 +689,7 @@ class References:
         if to == self._worker:
             self.handle_dropped(reference)
         elif (to, token) in self._handovers:
-            self._outbox.request((NotHanded, to, token), to, NotHanded(token))
+            self._outbox.send(to, NotHanded(token))
 
     # Messages, time and losses.
 
@@ -768,17 +704,20 @@ class References:
             self._handlers[type(message)](sender, message)
 
     def tick(self, now_s: float) -> None:
-        """Resends overdue requests; may be called as often as is convenient.
+        """Takes back, some time after ``drop_all``, what the others have not confirmed by then.
 
-        After ``drop_all`` it also takes back, once, what the others have not confirmed within a
-        whole interval: a thread that was interrupted has never sent it.
+        A thread that was interrupted has never sent it. May be called as often as is convenient.
         """
-        if self._outbox.tick(now_s) and self._is_closed:
-            self._intervals_closed += 1
-            if self._intervals_closed == _INTERVALS_TO_ARRIVE:
-                self._held.none_created()
-                for to, token in list(self._handovers):
-                    self._outbox.request((NotHanded, to, token), to, NotHanded(token))
+        if not self._is_closed:
+            return
+        if self._take_back_at_s is None:
+            self._take_back_at_s = now_s + self._arrival_s
+        elif now_s >= self._take_back_at_s:
+            self._take_back_at_s = math.inf
+            self._outbox.unanswered.clear()
+            self._held.none_created()
+            for to, token in list(self._handovers):
+                self._outbox.send(to, NotHanded(token))
 
     def peer_joined(self, peer: int) -> None:
         """Notes a worker that others may have spoken of as lost before it came."""
@@ -786,7 +725,7 @@ class References:
 
     def peer_lost(self, peer: int) -> None:
         """Drops all holds of a lost worker, and gives up all values that it owned."""
-        self._outbox.lose(peer)
+        self._outbox.lost.add(peer)
         self._held.peer_lost(peer)
         self._owned.peer_lost(peer)
         for to, token in list(self._handovers):
@@ -805,7 +744,7 @@ class References:
 
     def is_settled(self) -> bool:
         """Returns whether no request waits for an answer and no handover is under way."""
-        return not self._outbox and not self._handovers
+        return not self._outbox.unanswered and not self._handovers
 
     def leaks(self) -> list[Leak]:
         """Returns the references that this worker holds, and its own that any worker holds."""
@@ -815,7 +754,8 @@ class References:
         """Returns how many references there are, by their state."""
         shared, users = self._owned.shared()
         unconfirmed = self._held.unconfirmed()
-        return Census(shared, users, unconfirmed, len(self._handovers), len(self._outbox))
+        unanswered = len(self._outbox.unanswered)
+        return Census(shared, users, unconfirmed, len(self._handovers), unanswered)
 
     def _half(self, reference: ReferenceId) -> OwnedValues | HeldReferences:
         return self._owned if reference.owner == self._worker else self._held
@@ -836,7 +776,6 @@ class References:
     def _close_handover(self, to: int, token: int) -> None:
         reference = self._handovers.pop((to, token), None)
         if reference is not None:
-            self._outbox.answered((NotHanded, to, token))
             self._half(reference).change(reference, handovers=-1)
 
     # Messages.
@@ -848,10 +787,6 @@ class References:
 
     def _on_handed(self, sender: int, message: Handed) -> None:
         self._close_handover(sender, message.token)
-        self._outbox.send(sender, HandedAck(message.token))
-
-    def _on_handed_ack(self, sender: int, message: HandedAck) -> None:
-        self._outbox.answered((Handed, sender, message.token))
 
     def _on_not_handed(self, sender: int, message: NotHanded) -> None:
         # If not new, the message was received and is answered separately, unless the thread that

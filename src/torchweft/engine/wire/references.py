@@ -1,7 +1,7 @@
 """The messages with which workers count remote references, and their encoding.
 
-All nine kinds are safe to repeat. Most concern one reference, which its owner counts. Three concern
-one *handover*, a reference in transit inside a message, which its sender counts.
+Most of the eight kinds concern one reference, which its owner counts. Two concern one *handover*, a
+reference in transit inside a message, which its sender counts.
 ``docs/protocols/references.md`` says which worker sends each kind, when and why.
 
 A batch of messages is a flat list of signed 64-bit integers, little-endian. Each message is its
@@ -83,20 +83,13 @@ class Handed:
 
 
 @dataclass(slots=True)
-class HandedAck:
-    """Sender to receiver of a handover: it is let go."""
-
-    token: int
-
-
-@dataclass(slots=True)
 class NotHanded:
     """Sender to receiver of a handover: the message with it will not come."""
 
     token: int
 
 
-Message = Hold | HoldAck | Gone | Drop | DropAck | NotCreated | Handed | HandedAck | NotHanded
+Message = Hold | HoldAck | Gone | Drop | DropAck | NotCreated | Handed | NotHanded
 """Every message of the protocol."""
 
 # The numbers are the wire format: never reuse a number for another kind.
@@ -108,7 +101,6 @@ _KINDS: dict[int, type[Message]] = {
     5: DropAck,
     6: NotCreated,
     7: Handed,
-    8: HandedAck,
     9: NotHanded,
 }
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}

@@ -125,7 +125,7 @@ class ReferenceKeeper:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self._machine = References(agent.me.id, knobs.REFERENCE_RESEND_S.get())
+        self._machine = References(agent.me.id, knobs.REFERENCE_ARRIVAL_S.get())
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._lock = threading.RLock()
         self._values: dict[ReferenceId, OwnedValue] = {}
@@ -137,7 +137,6 @@ class ReferenceKeeper:
         self._orphans: list[tuple[OwnedValue, WeftError]] = []
         self._ended: deque[ReferenceId] = deque()
         self._due_s = math.inf
-        self._remind_s = math.inf
         self.before_flush: Callable[[], None] = lambda: None
         """Sends messages that must precede the messages of the protocol."""
         self._timer = agent.timers.add(self.tick)
@@ -432,19 +431,13 @@ class ReferenceKeeper:
 
     def tick(self, now_s: float) -> float:
         """Performs due work; a timer job."""
-        if min(self._due_s, self._remind_s) > now_s:
-            return min(self._due_s, self._remind_s)
         # Reset first: a handle dropped concurrently must schedule another tick.
         self._due_s = math.inf
-        self._drain_ended()
         with self._lock:
             self._machine.tick(now_s)
-            is_waiting = not self._machine.is_settled()
-        self._settle()
+        self._drain_ended()
         self.flush()
-        # The messages just sent may need retransmission.
-        self._remind_s = now_s + 1.0 if is_waiting else math.inf
-        return min(self._due_s, self._remind_s)
+        return self._due_s
 
     def _drain_ended(self) -> None:
         with self._lock:

@@ -22,7 +22,6 @@ from torchweft.engine.wire.references import (
     DropAck,
     Gone,
     Handed,
-    HandedAck,
     Hold,
     HoldAck,
     NotCreated,
@@ -31,7 +30,7 @@ from torchweft.engine.wire.references import (
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 
-RESEND_S = 5.0
+ARRIVAL_S = 5.0
 OWNER, USER, OTHER = 0, 1, 2
 X = ReferenceId(creator=USER, owner=OWNER, number=0)
 
@@ -40,7 +39,7 @@ class Wire:
     """Three machines; their messages wait until the test calls ``flow``."""
 
     def __init__(self) -> None:
-        self.owner, self.user, self.other = (References(worker, RESEND_S) for worker in range(3))
+        self.owner, self.user, self.other = (References(worker, ARRIVAL_S) for worker in range(3))
         self._machines = [self.owner, self.user, self.other]
 
     def flow(self) -> list[tuple[int, Action]]:
@@ -76,7 +75,7 @@ def wire() -> Wire:
 
 def make_user() -> References:
     """Returns USER after it has learned that OWNER counts it for X."""
-    user = References(USER, RESEND_S)
+    user = References(USER, ARRIVAL_S)
     assert user.creating(OWNER) == X
     user.message(OWNER, HoldAck(X, 0))
     assert user.take_actions() == [Confirmed(X)]
@@ -85,7 +84,7 @@ def make_user() -> References:
 
 def make_owner() -> References:
     """Returns OWNER after the call that makes X."""
-    owner = References(OWNER, RESEND_S)
+    owner = References(OWNER, ARRIVAL_S)
     assert owner.created(X)
     assert owner.take_actions() == [Send(USER, HoldAck(X, 0))]
     return owner
@@ -93,24 +92,15 @@ def make_owner() -> References:
 
 class TestCreation:
     def test_numbers_count_per_owner_without_gaps(self) -> None:
-        user = References(USER, RESEND_S)
+        user = References(USER, ARRIVAL_S)
         made = [user.creating(owner) for owner in (OWNER, OTHER, OWNER, USER)]
         assert made == [X, (USER, OTHER, 0), (USER, OWNER, 1), (USER, USER, 0)]
 
     def test_the_call_is_the_first_hold(self) -> None:
-        user = References(USER, RESEND_S)
+        user = References(USER, ARRIVAL_S)
         user.creating(OWNER)
         assert user.take_actions() == []
         assert not user.is_settled()
-
-    def test_a_lost_answer_is_asked_for(self) -> None:
-        user, owner = References(USER, RESEND_S), make_owner()
-        user.creating(OWNER)
-        for now_s in (0.0, RESEND_S, 2 * RESEND_S):
-            user.tick(now_s)
-        assert user.take_actions() == [Send(OWNER, Hold(X, 0, NO_TOKEN))]
-        owner.message(USER, Hold(X, 0, NO_TOKEN))
-        assert owner.take_actions() == [Send(USER, HoldAck(X, 0))]
 
     def test_only_what_may_still_come_is_awaited(self) -> None:
         owner = make_owner()
@@ -134,7 +124,7 @@ class TestCreation:
         assert wire.is_clean()
 
     def test_a_call_to_oneself_needs_no_messages(self) -> None:
-        machine = References(OWNER, RESEND_S)
+        machine = References(OWNER, ARRIVAL_S)
         reference = machine.creating(OWNER)
         assert machine.created(reference)
         assert machine.is_settled()
@@ -184,23 +174,12 @@ class TestDropping:
         assert user.take_actions() == [Send(OWNER, Drop(X, 1))]
 
     def test_a_drop_waits_for_the_hold_before_it(self) -> None:
-        user = References(USER, RESEND_S)
+        user = References(USER, ARRIVAL_S)
         user.creating(OWNER)
         user.handle_dropped(X)
         assert user.take_actions() == []
         user.message(OWNER, HoldAck(X, 0))
         assert user.take_actions() == [Confirmed(X), Send(OWNER, Drop(X, 1))]
-
-    def test_a_drop_is_repeated_until_answered(self) -> None:
-        user = make_user()
-        user.handle_dropped(X)
-        for now_s in (0.0, RESEND_S, 2 * RESEND_S, 3 * RESEND_S):
-            user.tick(now_s)
-        assert user.take_actions() == 3 * [Send(OWNER, Drop(X, 1))]
-        user.message(OWNER, DropAck(X, 1))
-        user.tick(4 * RESEND_S)
-        assert user.take_actions() == []
-        assert user.is_settled()
 
     def test_receiving_again_overtakes_the_drop(self) -> None:
         user = make_user()
@@ -220,7 +199,6 @@ class TestDropping:
         user.received(X, 1, OTHER)
         user.message(OWNER, HoldAck(X, 2))
         user.handle_dropped(X)
-        user.message(OTHER, HandedAck(1))
         user.message(OWNER, DropAck(X, 1))
         assert not user.is_settled()
         user.message(OWNER, DropAck(X, 3))
@@ -234,20 +212,8 @@ class TestDropping:
         assert owner.take_actions() == [Send(USER, HoldAck(X, 2)), Send(USER, DropAck(X, 1))]
         assert owner.leaks() == [Leak(X, 0, 0, (USER,))]
 
-    def test_a_late_hold_does_not_raise_the_dead(self) -> None:
-        owner = make_owner()
-        owner.message(OTHER, Hold(X, 1, NO_TOKEN))
-        owner.message(USER, Drop(X, 1))
-        owner.message(USER, Hold(X, 0, NO_TOKEN))
-        assert owner.leaks() == [Leak(X, 0, 0, (OTHER,))]
-        owner.message(OTHER, Drop(X, 2))
-        assert ReleaseValue(X) in owner.take_actions()
-        owner.message(OTHER, Hold(X, 1, NO_TOKEN))
-        assert owner.take_actions() == [Send(OTHER, Gone(X, 1))]
-        assert owner.leaks() == []
-
     def test_a_handle_dropped_too_often_is_an_error_in_the_shell(self) -> None:
-        owner = References(OWNER, RESEND_S)
+        owner = References(OWNER, ARRIVAL_S)
         reference = owner.owned()
         owner.handle_dropped(reference)
         with pytest.raises(KeyError):
@@ -291,12 +257,11 @@ class TestHandingOn:
         assert user.received(X, 1, OTHER)
         # This handle may be the only one here: the earlier one may have ended.
         assert user.take_actions() == [Send(OTHER, Handed(1)), Confirmed(X)]
-        user.message(OTHER, HandedAck(1))
         assert user.is_settled()
         assert user.leaks() == [Leak(X, 2, 0, ())]
 
     def test_what_arrives_before_the_owner_has_answered_waits_for_the_answer(self) -> None:
-        user = References(USER, RESEND_S)
+        user = References(USER, ARRIVAL_S)
         for sender, token in ((OTHER, 1), (OTHER, 2), (OWNER, 1)):
             assert user.received(X, token, sender)
         assert user.take_actions() == [Send(OWNER, Hold(X, 1, NO_TOKEN))]
@@ -309,7 +274,7 @@ class TestHandingOn:
         ]
 
     def test_a_hold_that_overtakes_the_creation_is_answered_with_it(self) -> None:
-        owner = References(OWNER, RESEND_S)
+        owner = References(OWNER, ARRIVAL_S)
         owner.message(OTHER, Hold(X, 3, NO_TOKEN))
         assert owner.take_actions() == []
         assert owner.created(X)
@@ -322,7 +287,7 @@ class TestHandingOn:
         assert user.leaks() == [Leak(X, 2, 0, ())]
 
     def test_a_message_to_oneself_keeps_the_value_without_messages(self) -> None:
-        owner = References(OWNER, RESEND_S)
+        owner = References(OWNER, ARRIVAL_S)
         reference = owner.owned()
         token = owner.hand_on(reference, OWNER)
         owner.handle_dropped(reference)
@@ -332,7 +297,7 @@ class TestHandingOn:
         assert owner.take_actions() == [ReleaseValue(reference)]
 
     def test_a_message_to_oneself_may_be_refused_or_never_sent(self) -> None:
-        owner = References(OWNER, RESEND_S)
+        owner = References(OWNER, ARRIVAL_S)
         reference = owner.owned()
         owner.refused(reference, owner.hand_on(reference, OWNER), OWNER)
         owner.undeliverable(reference, owner.hand_on(reference, OWNER), OWNER)
@@ -366,7 +331,7 @@ class TestHandingOn:
         assert wire.user.is_settled()
 
     def test_a_late_reference_to_nothing_is_said_to_be_gone(self) -> None:
-        user = References(USER, RESEND_S)
+        user = References(USER, ARRIVAL_S)
         user.received(X, 1, OTHER)
         user.take_actions()
         user.message(OWNER, Gone(X, 1))
@@ -404,7 +369,7 @@ class TestLosingWorkers:
         assert user.leaks() == []
 
     def test_references_to_lost_owners_are_of_no_use(self) -> None:
-        user = References(USER, RESEND_S)
+        user = References(USER, ARRIVAL_S)
         user.peer_lost(OWNER)
         assert user.received(X, 1, OTHER)
         assert user.take_actions() == [Send(OTHER, Handed(1)), OwnerLost(X)]
@@ -425,7 +390,7 @@ class TestLosingWorkers:
             assert machine.received(reference, wire.owner.hand_on(reference, worker), OWNER)
         wire.owner.handle_dropped(reference)
         wire.flow()
-        receiver = References(worker=3, resend_s=RESEND_S)
+        receiver = References(worker=3, arrival_s=ARRIVAL_S)
         for machine, worker in ((wire.user, USER), (wire.other, OTHER)):
             assert receiver.received(reference, machine.hand_on(reference, 3), worker)
             machine.handle_dropped(reference)
@@ -435,7 +400,7 @@ class TestLosingWorkers:
         assert receiver.take_actions() == [Send(OWNER, Hold(reference, 1, NO_TOKEN))]
 
     def test_who_waits_for_the_creation_of_a_lost_worker_learns_of_it(self) -> None:
-        owner = References(OWNER, RESEND_S)
+        owner = References(OWNER, ARRIVAL_S)
         owner.message(OTHER, Hold(X, 1, NO_TOKEN))
         owner.peer_lost(USER)
         assert owner.take_actions() == [ValueGone(X), Send(OTHER, Gone(X, 1))]
@@ -524,7 +489,7 @@ class TestShutdown:
 def test_a_worker_has_a_say_only_in_what_is_its_own(
     message: Hold | Drop | NotCreated | HoldAck | Gone | DropAck,
 ) -> None:
-    owner = References(OWNER, RESEND_S)
+    owner = References(OWNER, ARRIVAL_S)
     with pytest.raises(ProtocolError, match="worker 1 has no say"):
         owner.message(USER, message)
     assert owner.leaks() == []
@@ -532,24 +497,12 @@ def test_a_worker_has_a_say_only_in_what_is_its_own(
 
 
 @pytest.mark.parametrize(
-    "message", [Handed(7), HandedAck(7), NotHanded(7), HoldAck(X, 9), Gone(X, 9), DropAck(X, 9)]
+    "message", [Handed(7), NotHanded(7), HoldAck(X, 9), Gone(X, 9), DropAck(X, 9)]
 )
 def test_answers_to_no_question_change_nothing(message: Handed) -> None:
     user = make_user()
     user.message(OWNER, message)
     assert user.leaks() == [Leak(X, 1, 0, ())]
-
-
-def test_each_request_waits_one_interval_at_least() -> None:
-    user = make_user()
-    user.tick(0.0)
-    user.tick(RESEND_S - 0.1)
-    user.handle_dropped(X)
-    user.take_actions()
-    user.tick(RESEND_S)
-    assert user.take_actions() == []
-    user.tick(2 * RESEND_S)
-    assert user.take_actions() == [Send(OWNER, Drop(X, 1))]
 
 
 def test_numbers_seen_take_no_memory_once_the_gaps_are_filled() -> None:
@@ -582,7 +535,7 @@ class TestGoingHome:
         assert wire.is_clean()
 
     def test_it_may_come_before_the_call_that_makes_the_value(self) -> None:
-        owner = References(OWNER, RESEND_S)
+        owner = References(OWNER, ARRIVAL_S)
         assert owner.came_home(X)
         assert owner.is_awaited(X)
         assert owner.created(X)
@@ -605,7 +558,7 @@ class TestGoingHome:
 
     def test_a_reference_that_lives_elsewhere_is_an_error(self) -> None:
         with pytest.raises(ProtocolError, match="does not belong to worker 2"):
-            References(OTHER, RESEND_S).came_home(X)
+            References(OTHER, ARRIVAL_S).came_home(X)
 
 
 def test_the_census_counts_what_is_shared() -> None:

@@ -66,7 +66,7 @@ def test_numbers_of_63_bits_survive() -> None:
     [
         (b"\1", "1 bytes are no whole number"),
         (struct.pack("<q", 0), "no reference message has kind 0"),
-        (struct.pack("<q", 10), "no reference message has kind 10"),
+        (struct.pack("<q", 8), "no reference message has kind 8"),
         (struct.pack("<q", 7), "kind 7 ends after 0 of its 1 fields"),
         (struct.pack("<4q", 1, 1, 2, 3), "kind 1 ends after 3 of its 5 fields"),
         (struct.pack("<2q", 7, -1), "negative number -1"),
