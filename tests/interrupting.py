@@ -10,7 +10,7 @@ from typing import Any
 import torchweft
 from torchweft.autograd import engine
 from torchweft.engine.channels import shm
-from torchweft.rpc.handles import Handle
+from torchweft.engine.worker.references import Handle
 
 PACKAGE = os.path.dirname(torchweft.__file__)
 

@@ -11,7 +11,7 @@ import torch
 from tests.contract.processes.functions import wait_until
 from tests.contract.processes.timing import LIMIT_S, note, noted
 from torchweft import rpc
-from torchweft.engine.protocol.served_calls import ServedCall
+from torchweft.engine.protocol.calls import ServedCall
 from torchweft.engine.worker.current import current
 from torchweft.rpc.worker import current_worker
 

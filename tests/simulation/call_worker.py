@@ -16,10 +16,15 @@ from tests.simulation.timeline import Clock
 from torchweft.engine.protocol import calls
 from torchweft.engine.protocol.calls import (
     Action,
+    AnsweredCall,
     CallClient,
+    CallServer,
+    CancelNested,
     Complete,
     KeptCall,
     OpenCall,
+    ServedCall,
+    has_awaited,
     nest,
 )
 from torchweft.engine.protocol.leaving import (
@@ -31,13 +36,6 @@ from torchweft.engine.protocol.leaving import (
     Send,
     Stage,
     Step,
-)
-from torchweft.engine.protocol.served_calls import (
-    AnsweredCall,
-    CallServer,
-    CancelNested,
-    ServedCall,
-    has_awaited,
 )
 from torchweft.engine.protocol.sessions import Unsent, UnsentMessages
 from torchweft.engine.threads.reactor import FairQueue

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.simulation.network import Packet, Sender
+from torchweft.engine.protocol import references as wire
 from torchweft.engine.protocol.references import (
     Action,
     Confirmed,
@@ -23,7 +24,6 @@ from torchweft.engine.protocol.references import (
     Send,
     ValueGone,
 )
-from torchweft.engine.wire import references as wire
 from torchweft.ids import ReferenceId
 
 ARRIVAL_S = 1.0

@@ -29,6 +29,7 @@ from torchweft.engine.threads.device_streams import Mark
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.worker.calls import current_call
 from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.references import Handle
 from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.mapreduce import shared
@@ -50,7 +51,6 @@ from torchweft.mapreduce.schedule import (
 from torchweft.mapreduce.turns import NOTHING
 from torchweft.rpc.calls import create, start
 from torchweft.rpc.futures import Future, wait_unseen
-from torchweft.rpc.handles import Handle
 from torchweft.rpc.worker import Worker
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]

@@ -16,7 +16,7 @@ import numpy as np
 
 from torchweft import knobs
 from torchweft.engine.codec.functions import describe, own_name
-from torchweft.engine.protocol.served_calls import AnsweredCall
+from torchweft.engine.protocol.calls import AnsweredCall
 from torchweft.engine.wire.messages import ERROR_REPLY
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.ids import ReferenceId

@@ -26,6 +26,7 @@ from types import FrameType
 import torch
 
 from torchweft import knobs
+from torchweft.engine.protocol.calls import ServedCall as Served
 from torchweft.engine.protocol.observing import (
     CALL,
     SHUTDOWN,
@@ -36,7 +37,6 @@ from torchweft.engine.protocol.observing import (
     reference_key,
 )
 from torchweft.engine.protocol.registration import HOST
-from torchweft.engine.protocol.served_calls import ServedCall as Served
 from torchweft.engine.wire.frames import encode_frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.calls import PendingCall

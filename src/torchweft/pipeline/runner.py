@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.arguments import kind_of
+from torchweft.engine.protocol.calls import ServedCall
 from torchweft.engine.protocol.observing import MESSAGE, Wait
-from torchweft.engine.protocol.served_calls import ServedCall
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Attached, Mark
 from torchweft.engine.threads.reactor import Parts

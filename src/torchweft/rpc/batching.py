@@ -27,7 +27,7 @@ from torchweft.autograd.contexts import current_id
 from torchweft.engine.codec.exceptions import fresh_copy
 from torchweft.engine.codec.functions import resolve
 from torchweft.engine.codec.registry import rebuilds_plain
-from torchweft.engine.protocol.served_calls import SLOW_S, AnsweredCall, ServedCall
+from torchweft.engine.protocol.calls import SLOW_S, AnsweredCall, ServedCall
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark
 from torchweft.engine.threads.reactor import LAST as RUN_LAST
@@ -37,6 +37,7 @@ from torchweft.engine.wire.messages import NO_GRAD
 from torchweft.engine.worker import current as current_agent
 from torchweft.engine.worker.agent import Agent, Slot
 from torchweft.engine.worker.calls import current_call
+from torchweft.engine.worker.references import Handle
 from torchweft.errors import (
     ArgumentTypeError,
     CallCancelled,
@@ -45,7 +46,6 @@ from torchweft.errors import (
     QueueFull,
 )
 from torchweft.rpc.current_call import TAKEN, remaining_time
-from torchweft.rpc.handles import Handle
 from torchweft.rpc.stacking import (
     BatchedCall,
     Entry,

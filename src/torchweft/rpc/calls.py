@@ -28,12 +28,12 @@ from torchweft.engine.worker import current as of_process
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.calls import PendingCall, current_call
 from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.references import Handle
 from torchweft.errors import ArgumentTypeError, CallCancelled, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.encoding import Request
 from torchweft.rpc.futures import Future
-from torchweft.rpc.handles import Handle
 from torchweft.rpc.worker import WORKER, Worker
 
 Destination = str | int | WorkerInfo

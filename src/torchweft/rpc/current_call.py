@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from torchweft.engine.protocol.served_calls import ServedCall
+from torchweft.engine.protocol.calls import ServedCall
 from torchweft.engine.worker.calls import current_call
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer

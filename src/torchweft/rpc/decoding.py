@@ -46,7 +46,7 @@ from torchweft.engine.wire.messages import (
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.engine.worker.peers import Peer
-from torchweft.engine.worker.references import ReferenceKeeper
+from torchweft.engine.worker.references import Handle, ReferenceKeeper
 from torchweft.engine.worker.tensor_messages import (
     LocalMessage,
     TensorMessage,
@@ -56,7 +56,6 @@ from torchweft.engine.worker.tensor_messages import (
 from torchweft.errors import AutogradError, ProtocolError, ReferenceGone
 from torchweft.ids import WORKER_SHIFT, ReferenceId
 from torchweft.native import native
-from torchweft.rpc.handles import Handle
 
 _log = logging.getLogger("torchweft")
 _is_in_inference_mode = torch.is_inference_mode_enabled

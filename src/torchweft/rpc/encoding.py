@@ -49,12 +49,11 @@ from torchweft.engine.wire.messages import (
 )
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.peers import Peer
-from torchweft.engine.worker.references import ReferenceKeeper
+from torchweft.engine.worker.references import Handle, ReferenceKeeper
 from torchweft.engine.worker.tensor_messages import Apart, TensorMessages
 from torchweft.errors import AutogradError, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
-from torchweft.rpc.handles import Handle
 
 TakeBack = Callable[[Peer, Sequence[HandedReference], int], None]
 """Takes back the references and the graph of a message to a worker that could not be sent."""

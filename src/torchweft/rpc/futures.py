@@ -33,8 +33,8 @@ from torchweft.engine.protocol import calls
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark
 from torchweft.engine.worker.calls import PendingCall
+from torchweft.engine.worker.references import Handle
 from torchweft.errors import ArgumentTypeError, CallCancelled
-from torchweft.rpc.handles import Handle
 from torchweft.rpc.unseen import Guard
 from torchweft.rpc.worker import Worker
 

@@ -20,9 +20,9 @@ from torch.distributed.distributed_c10d import Store
 from torchweft.autograd.engine import ENGINE
 from torchweft.engine.codec.reading import make_reader
 from torchweft.engine.protocol import leaving
+from torchweft.engine.protocol.calls import has_awaited
 from torchweft.engine.protocol.observing import SHUTDOWN, Wait
 from torchweft.engine.protocol.registration import LEADER
-from torchweft.engine.protocol.served_calls import has_awaited
 from torchweft.engine.threads import reports
 from torchweft.engine.threads.reports import Following, Lacking, LongWaits, log_exception, names_of
 from torchweft.engine.wire.frames import Frame

@@ -26,9 +26,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from torchweft import knobs
-from torchweft.engine.protocol.calls import SimpleRequest, function_name
+from torchweft.engine.protocol.calls import ServedCall, SimpleRequest, function_name
 from torchweft.engine.protocol.observing import NumberTable
-from torchweft.engine.protocol.served_calls import ServedCall
 from torchweft.engine.threads.interrupts import all_stacks
 from torchweft.engine.threads.reactor import Reactor
 from torchweft.engine.wire.frames import Buffer, Frame, encode_frame

@@ -19,12 +19,12 @@ from torchweft.engine.codec.registry import has_callable_methods
 from torchweft.engine.codec.tracebacks import shorten, without_own_frames
 from torchweft.engine.protocol.observing import VALUE, Wait, reference_key
 from torchweft.engine.threads import device_streams
+from torchweft.engine.worker.references import Handle
 from torchweft.errors import CallTimeout, MethodNotFound, NotOwner, SerializationError
 from torchweft.rpc.calls import BACKWARD_FROM, CALL_METHOD, FETCH, use
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import remaining_time
 from torchweft.rpc.futures import Future
-from torchweft.rpc.handles import Handle
 from torchweft.rpc.serving import run_backward
 from torchweft.rpc.worker import WORKER, current_worker
 

@@ -20,8 +20,8 @@ from torchweft.engine.codec.functions import describe, resolve
 from torchweft.engine.codec.registry import remotely_callable
 from torchweft.engine.codec.values import split_names
 from torchweft.engine.protocol import calls
+from torchweft.engine.protocol.calls import SLOW_S, AnsweredCall, ServedCall
 from torchweft.engine.protocol.observing import call_key, making_key, reference_key
-from torchweft.engine.protocol.served_calls import SLOW_S, AnsweredCall, ServedCall
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.wire.messages import NAMED, NO_GRAD, TABLES, ValueHead

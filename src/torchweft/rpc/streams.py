@@ -43,6 +43,7 @@ from torchweft.engine.worker.agent import Agent, Slot
 from torchweft.engine.worker.calls import PendingCall, current_call
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.references import Handle
 from torchweft.errors import (
     ArgumentTypeError,
     CallCancelled,
@@ -58,7 +59,6 @@ from torchweft.rpc.calls import Destination, call_and_wait, checked_call, start
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import TAKEN, check_called, check_types, detached, remaining_time
 from torchweft.rpc.futures import Future, ignore_errors, open_calls
-from torchweft.rpc.handles import Handle
 from torchweft.rpc.rref import RRef, check_method
 from torchweft.rpc.serving import method_of
 from torchweft.rpc.worker import WORKER, Worker

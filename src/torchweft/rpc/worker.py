@@ -29,7 +29,7 @@ from torchweft.engine.codec.reading import TRUSTING, Reader
 from torchweft.engine.codec.tensors import shared_ranges
 from torchweft.engine.codec.values import no_home
 from torchweft.engine.protocol.backward import Progress
-from torchweft.engine.protocol.served_calls import AnsweredCall, ServedCall, SlowFunctions
+from torchweft.engine.protocol.calls import AnsweredCall, ServedCall, SlowFunctions
 from torchweft.engine.protocol.sessions import Outgoing
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.wire.frames import Buffer, encode_frame
@@ -44,7 +44,7 @@ from torchweft.engine.worker.agent import Agent, Slot
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
-from torchweft.engine.worker.references import ReferenceKeeper
+from torchweft.engine.worker.references import Handle, ReferenceKeeper
 from torchweft.engine.worker.tensor_messages import (
     LocalMessage,
     TensorMessages,
@@ -57,7 +57,6 @@ from torchweft.native import native
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.decoding import Decoder
 from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
-from torchweft.rpc.handles import Handle
 from torchweft.rpc.unseen import UnseenErrors
 
 

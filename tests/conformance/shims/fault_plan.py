@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from torchweft.engine.wire.references import Drop, Handed, Hold, Message
+from torchweft.engine.protocol.references import Drop, Handed, Hold, Message
 from torchweft.errors import ConfigurationError
 
 CALLS = {

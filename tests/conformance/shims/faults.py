@@ -26,10 +26,10 @@ from tests.conformance.shims.late import Late
 from torchweft.compat.rpc.references import RRef, when_made
 from torchweft.engine.codec.objects import pack
 from torchweft.engine.protocol.calls import function_name
+from torchweft.engine.protocol.references import decode, encode
 from torchweft.engine.protocol.sessions import Outgoing
 from torchweft.engine.wire.frames import HEADER, Frame, encode_frame
 from torchweft.engine.wire.messages import NO_CREATION, Kind
-from torchweft.engine.wire.references import decode, encode
 from torchweft.engine.worker.agent import Agent, Slot
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.engine.worker.current import current

@@ -39,6 +39,7 @@ from torchweft.engine.codec.registry import (
     remotely_callable_unless_strict,
 )
 from torchweft.engine.codec.tensors import as_memory, describe, encode_tensors
+from torchweft.engine.protocol import references
 from torchweft.engine.protocol.backward import (
     Abort,
     Discover,
@@ -48,7 +49,6 @@ from torchweft.engine.protocol.backward import (
     Report,
     Settled,
 )
-from torchweft.engine.wire import references
 from torchweft.engine.wire.frames import encode_frame
 from torchweft.engine.wire.messages import (
     ERROR_REPLY,
@@ -228,11 +228,7 @@ class Grammar:
         return _joined(encode_frame(Kind.BACKWARD, name.mode.flags, name.pass_id, control))
 
     def _references(self) -> bytes:
-        kinds = [
-            kind
-            for kind in vars(references).values()
-            if isinstance(kind, type) and kind.__module__ == references.__name__
-        ]
+        kinds = list(references.REFERENCE_RULES)
         messages = []
         for _ in range(self.chance.choice((1, 2))):
             kind = self.chance.choice(kinds)

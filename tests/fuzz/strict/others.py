@@ -20,6 +20,7 @@ from torchweft.autograd.codec import PassMode, PassName
 from torchweft.engine.codec import values
 from torchweft.engine.codec.exceptions import pack_error
 from torchweft.engine.codec.tensors import encode_tensors
+from torchweft.engine.protocol import references
 from torchweft.engine.protocol.backward import (
     CONNECTION,
     Abort,
@@ -31,7 +32,6 @@ from torchweft.engine.protocol.backward import (
     Settled,
 )
 from torchweft.engine.protocol.leaving import Step
-from torchweft.engine.wire import references
 from torchweft.engine.wire.frames import HEADER
 from torchweft.engine.wire.messages import (
     ERROR_REPLY,

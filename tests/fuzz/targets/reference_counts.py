@@ -10,8 +10,7 @@ from __future__ import annotations
 import struct
 
 from tests.fuzz.target import Target
-from torchweft.engine.protocol.references import References, ReleaseValue, Send
-from torchweft.engine.wire.references import (
+from torchweft.engine.protocol.references import (
     Drop,
     DropAck,
     Gone,
@@ -21,6 +20,9 @@ from torchweft.engine.wire.references import (
     Message,
     NotCreated,
     NotHanded,
+    References,
+    ReleaseValue,
+    Send,
 )
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId

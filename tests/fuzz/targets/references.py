@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from torchweft.engine.wire.references import (
+from torchweft.engine.protocol.references import (
     Drop,
     DropAck,
     Gone,

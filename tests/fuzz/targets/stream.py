@@ -24,8 +24,8 @@ from torchweft.engine.codec.tensors import (
     read,
     rebuild,
 )
+from torchweft.engine.protocol import references
 from torchweft.engine.protocol.backward import Abort, Gradients, Progress
-from torchweft.engine.wire import references
 from torchweft.engine.wire.frames import Frame, FrameParser, encode_frame
 from torchweft.engine.wire.messages import (
     ERROR_REPLY,

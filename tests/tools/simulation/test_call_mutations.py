@@ -11,8 +11,16 @@ import pytest
 from tests.simulation.call_worker import Asked, Served
 from tests.simulation.test_calls_simulated import PROGRAMS, Run
 from tests.tools.simulation.failing import fails
-from torchweft.engine.protocol.calls import Action, CallClient, KeptCall, TellCancelled, nest
-from torchweft.engine.protocol.served_calls import CallServer, CancelNested, ServedCall
+from torchweft.engine.protocol.calls import (
+    Action,
+    CallClient,
+    CallServer,
+    CancelNested,
+    KeptCall,
+    ServedCall,
+    TellCancelled,
+    nest,
+)
 from torchweft.engine.wire.frames import Frame
 
 SEEDS = 60

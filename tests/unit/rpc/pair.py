@@ -11,9 +11,9 @@ from typing import Any
 from tests.unit.engine.worker.group import Member, group_of, wait_until
 from torchweft.engine.worker import current as current_agent
 from torchweft.engine.worker.peers import Peer
+from torchweft.engine.worker.references import Handle
 from torchweft.rpc import calls, serving
 from torchweft.rpc.futures import Future
-from torchweft.rpc.handles import Handle
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import WORKER, Worker
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from torchweft.engine.protocol.calls import ServedCall
 from torchweft.engine.protocol.registration import Registration
-from torchweft.engine.protocol.served_calls import ServedCall
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.calls import current_call

@@ -17,9 +17,9 @@ from tests.unit.engine.worker.group import wait_until
 from tests.unit.rpc.pair import Pair, pair_of
 from tests.unit.rpc.test_interrupted import check_is_sound
 from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.references import Handle
 from torchweft.errors import ReferenceGone
 from torchweft.knobs import INTERNAL_VARIABLE
-from torchweft.rpc.handles import Handle
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import Worker
 

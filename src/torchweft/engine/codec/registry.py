@@ -142,7 +142,7 @@ loads_script = Mark("torchweft.engine.codec.reducers")
 has_callable_methods = Mark(
     "torchweft.nn.remote_module",
     "torchweft.optim.distributed",
-    "torchweft.rpc.handles",
+    "torchweft.engine.worker.references",
     "torchweft.rpc.rref",
 )
 """With an allow-list, other workers may call these classes' methods on a referenced value."""

@@ -30,17 +30,6 @@ from torchweft.engine.protocol.leaving import Step
 from torchweft.engine.protocol.registration import LEADER
 from torchweft.engine.wire.frames import Buffer
 from torchweft.engine.wire.messages import Kind, decode_ints, decode_step
-from torchweft.engine.wire.references import (
-    Drop,
-    DropAck,
-    Gone,
-    Handed,
-    Hold,
-    HoldAck,
-    Message,
-    NotCreated,
-    NotHanded,
-)
 from torchweft.errors import ProtocolError
 from torchweft.ids import WORKER_SHIFT
 
@@ -91,44 +80,6 @@ RULES: dict[Kind, Rule] = {
     Kind.GRADIENTS: Rule(has_records=True),
 }
 """By kind, what is checked. All others can concern only what the receiver keeps for the sender."""
-
-
-# Messages about references
-
-
-def _of_user(me: int, sender: int, message: Hold | Drop) -> bool:
-    return message.reference.owner == me
-
-
-def _of_creator(me: int, sender: int, message: NotCreated) -> bool:
-    return message.reference.owner == me and message.reference.creator == sender
-
-
-def _of_owner(me: int, sender: int, message: HoldAck | Gone | DropAck) -> bool:
-    return message.reference.owner == sender
-
-
-def _between_the_two(me: int, sender: int, message: Handed | NotHanded) -> bool:
-    return True
-
-
-REFERENCE_RULES: dict[type[Message], Callable[[int, int, Any], bool]] = {
-    **dict.fromkeys((Hold, Drop), _of_user),
-    NotCreated: _of_creator,
-    **dict.fromkeys((HoldAck, Gone, DropAck), _of_owner),
-    **dict.fromkeys((Handed, NotHanded), _between_the_two),
-}
-"""By type of message, whether the receiver, the sender and the message fit together."""
-
-
-def check_reference_message(me: int, sender: int, message: Message) -> None:
-    """Checks that ``sender`` may say to ``me`` what a message about references says.
-
-    Raises:
-        ProtocolError: It may not.
-    """
-    if not REFERENCE_RULES[type(message)](me, sender, message):
-        raise ProtocolError(f"worker {sender} has no say in {message} at {me}")
 
 
 # Messages of backward passes

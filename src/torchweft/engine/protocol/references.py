@@ -25,27 +25,129 @@ from __future__ import annotations
 
 import enum
 import math
+import struct
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from torchweft.engine.protocol.entitlement import check_reference_message
 from torchweft.engine.protocol.numbers import SeenNumbers, WorkerIds
-from torchweft.engine.wire.references import (
-    NO_TOKEN,
-    Drop,
-    DropAck,
-    Gone,
-    Handed,
-    Hold,
-    HoldAck,
-    Message,
-    NotCreated,
-    NotHanded,
-)
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
+
+# Messages. Most of the eight kinds concern one reference, which its owner counts. Two concern one
+# *handover*, a reference in transit inside a message, which its sender counts.
+
+NO_TOKEN = 0
+"""Stands for no handover; tokens count from 1."""
+
+_REFERENCE = "reference"
+
+
+@dataclass(slots=True)
+class Hold:
+    """User to owner: count me as a user. Version 0 is the hold that a creation implies.
+
+    ``token`` ends the owner's handover that gave the user the reference, if any.
+    """
+
+    reference: ReferenceId
+    version: int
+    token: int
+
+
+@dataclass(slots=True)
+class HoldAck:
+    """Owner to user: the value is made or being made, and you are counted as a user."""
+
+    reference: ReferenceId
+    version: int
+
+
+@dataclass(slots=True)
+class Gone:
+    """Owner to user: you are not counted; the value does not exist and never will again."""
+
+    reference: ReferenceId
+    version: int
+
+
+@dataclass(slots=True)
+class Drop:
+    """User to owner: count me no longer."""
+
+    reference: ReferenceId
+    version: int
+
+
+@dataclass(slots=True)
+class DropAck:
+    """Owner to user: no hold up to this version counts any more."""
+
+    reference: ReferenceId
+    version: int
+
+
+@dataclass(slots=True)
+class NotCreated:
+    """Creator to owner: the call that would have made this value will not come."""
+
+    reference: ReferenceId
+
+
+@dataclass(slots=True)
+class Handed:
+    """Receiver to sender of a handover: let it go."""
+
+    token: int
+
+
+@dataclass(slots=True)
+class NotHanded:
+    """Sender to receiver of a handover: the message with it will not come."""
+
+    token: int
+
+
+Message = Hold | HoldAck | Gone | Drop | DropAck | NotCreated | Handed | NotHanded
+"""Every message of the protocol."""
+
+
+def _of_user(me: int, sender: int, message: Hold | Drop) -> bool:
+    return message.reference.owner == me
+
+
+def _of_creator(me: int, sender: int, message: NotCreated) -> bool:
+    return message.reference.owner == me and message.reference.creator == sender
+
+
+def _of_owner(me: int, sender: int, message: HoldAck | Gone | DropAck) -> bool:
+    return message.reference.owner == sender
+
+
+def _between_the_two(me: int, sender: int, message: Handed | NotHanded) -> bool:
+    return True
+
+
+REFERENCE_RULES: dict[type[Message], Callable[[int, int, Any], bool]] = {
+    **dict.fromkeys((Hold, Drop), _of_user),
+    NotCreated: _of_creator,
+    **dict.fromkeys((HoldAck, Gone, DropAck), _of_owner),
+    **dict.fromkeys((Handed, NotHanded), _between_the_two),
+}
+"""By type of message, whether the receiver, the sender and the message fit together; see
+``protocol.entitlement``."""
+
+
+def check_reference_message(me: int, sender: int, message: Message) -> None:
+    """Checks that ``sender`` may say to ``me`` what a message about references says.
+
+    Raises:
+        ProtocolError: It may not.
+    """
+    if not REFERENCE_RULES[type(message)](me, sender, message):
+        raise ProtocolError(f"worker {sender} has no say in {message} at {me}")
+
 
 # Actions, and what waits for an answer
 
@@ -793,3 +895,75 @@ class References:
         # received it was interrupted.
         if self._is_new(sender, message.token) or self._is_closed:
             self._held.handed(sender, message.token)
+
+
+# The encoding of messages. A batch is a flat list of signed 64-bit integers, little-endian. Each
+# message is its kind, then its fields in order. A reference is its creator, owner and number.
+
+# The numbers are the wire format: never reuse a number for another kind.
+_KINDS: dict[int, type[Message]] = {
+    1: Hold,
+    2: HoldAck,
+    3: Gone,
+    4: Drop,
+    5: DropAck,
+    6: NotCreated,
+    7: Handed,
+    9: NotHanded,
+}
+_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+_NAMES: dict[type[Message], tuple[str, ...]] = {
+    kind: tuple(each.name for each in fields(kind)) for kind in _KINDS.values()
+}
+"""The fields of each kind. A reference, if there is one, is the first, and takes three integers."""
+
+
+def encode(messages: Iterable[Message]) -> bytes:
+    """Encodes a batch of messages."""
+    integers: list[int] = []
+    for message in messages:
+        kind = type(message)
+        integers.append(_NUMBERS[kind])
+        for name in _NAMES[kind]:
+            value = getattr(message, name)
+            integers += value if name == _REFERENCE else (value,)
+    return struct.pack(f"<{len(integers)}q", *integers)
+
+
+def decode(data: bytes | bytearray | memoryview) -> list[Message]:
+    """Decodes a batch of messages.
+
+    Raises:
+        ProtocolError: ``data`` is not what ``encode`` makes.
+    """
+    integers = _integers_of(data)
+    messages: list[Message] = []
+    at = 0
+    while at < len(integers):
+        kind = _KINDS.get(integers[at])
+        if kind is None:
+            raise ProtocolError(f"no reference message has kind {integers[at]}")
+        names = _NAMES[kind]
+        has_reference = names[0] == _REFERENCE
+        size = len(names) + 2 * has_reference
+        values: list[Any] = list(integers[at + 1 : at + 1 + size])
+        if len(values) < size:
+            raise ProtocolError(
+                f"a reference message of kind {integers[at]} ends after {len(values)} of its "
+                f"{size} fields"
+            )
+        at += 1 + len(values)
+        if has_reference:
+            values[:3] = [ReferenceId(*values[:3])]
+        messages.append(kind(*values))
+    return messages
+
+
+def _integers_of(data: bytes | bytearray | memoryview) -> tuple[int, ...]:
+    count, rest = divmod(len(data), 8)
+    if rest:
+        raise ProtocolError(f"{len(data)} bytes are no whole number of 64-bit integers")
+    integers = struct.unpack(f"<{count}q", data)
+    if integers and min(integers) < 0:
+        raise ProtocolError(f"a reference message holds the negative number {min(integers)}")
+    return integers

@@ -22,17 +22,15 @@ from typing import Any
 
 from torchweft.engine.protocol.calls import (
     Action,
+    AnsweredCall,
     CallClient,
+    CallServer,
+    CancelNested,
     Complete,
     KeptCall,
     Named,
     OpenCall,
     Request,
-)
-from torchweft.engine.protocol.served_calls import (
-    AnsweredCall,
-    CallServer,
-    CancelNested,
     ServedCall,
 )
 from torchweft.engine.threads import interrupts

@@ -23,9 +23,9 @@ from torch import Tensor
 from torchweft.arguments import did_you_mean, wrong_type
 from torchweft.engine.channels.channels import Held, Ways
 from torchweft.engine.io.link import Link
+from torchweft.engine.protocol.calls import ServedCall
 from torchweft.engine.protocol.connecting import Connecting, Patience, State, Terms
 from torchweft.engine.protocol.registration import Registration, Roster
-from torchweft.engine.protocol.served_calls import ServedCall
 from torchweft.engine.protocol.sessions import UnsentMessages
 from torchweft.engine.worker.deaths import cause_of
 from torchweft.errors import (

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from torchweft.engine.io.link import POLL_S, SEND_PATIENCE_S, Link, LinkClosed
 from torchweft.engine.protocol import entitlement
+from torchweft.engine.protocol.calls import ServedCall
 from torchweft.engine.protocol.entitlement import RULES
-from torchweft.engine.protocol.served_calls import ServedCall
 from torchweft.engine.threads import interrupts
 from torchweft.engine.threads.reactor import Reactor
 from torchweft.engine.threads.reports import log_exception

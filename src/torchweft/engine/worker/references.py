@@ -1,4 +1,4 @@
-"""The I/O shell of the reference protocol: owned values, and the machine's events and actions.
+"""The I/O shell of the reference protocol: owned values, handles, the machine's events and actions.
 
 See ``docs/protocols/references.md`` for the protocol. A finalizer may run at any point of any
 thread, even while that thread holds the lock of this module. So it only appends to a queue, which
@@ -12,27 +12,32 @@ import contextlib
 import copy
 import logging
 import math
+import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
+
+from torch.autograd.profiler import record_function
 
 from torchweft import knobs
+from torchweft.engine.codec.objects import register_external
+from torchweft.engine.codec.registry import has_callable_methods
 from torchweft.engine.protocol import references as protocol
-from torchweft.engine.protocol.references import References
+from torchweft.engine.protocol.references import Message, References, decode, encode
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark
 from torchweft.engine.threads.interrupts import Flag
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.wire.frames import Frame, encode_frame
 from torchweft.engine.wire.messages import HandedReference, Kind
-from torchweft.engine.wire.references import Message, decode, encode
 from torchweft.engine.worker.agent import Agent
+from torchweft.engine.worker.current import current, is_forked
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import NotInitialized, OwnerLost, ReferenceGone, WeftError
-from torchweft.ids import ReferenceId
+from torchweft.ids import ReferenceId, WorkerInfo
 
 _log = logging.getLogger("torchweft")
 
@@ -521,3 +526,104 @@ class ReferenceKeeper:
                 self.agent.sender.post(self.agent.peers[to], frame)
             except Exception:  # The messages to the others go out nevertheless.
                 log_exception("messages about references to worker %d could not be sent", to)
+
+
+# Handles: one worker's uses of values that live on some worker. ``torchweft.rpc.RRef`` adds the
+# calls that a program makes with a handle.
+
+H = TypeVar("H", bound="Handle")
+_WEFT = __name__.partition(".")[0] + "."
+
+
+@has_callable_methods
+class Handle:
+    """A use of a value, counted from its beginning until the handle is dropped."""
+
+    __slots__ = ("__weakref__", "_keeper", "id", "value_type")
+
+    id: ReferenceId
+    value_type: type
+    """The class of the value; set only if ``remote`` was called with that class."""
+    _keeper: ReferenceKeeper
+
+    @classmethod
+    def from_received(cls: type[H], keeper: ReferenceKeeper, reference: ReferenceId) -> H:
+        """Wraps a reference for which ``keeper`` has counted a handle."""
+        handle = cls.__new__(cls)
+        handle._bind(keeper, reference, is_new=False)
+        return handle
+
+    @classmethod
+    def from_created(
+        cls: type[H], keeper: ReferenceKeeper, reference: ReferenceId, maker: str = ""
+    ) -> H:
+        """Wraps a new reference to the result of the function ``maker``."""
+        handle = cls.__new__(cls)
+        handle._bind(keeper, reference, is_new=True, maker=maker)
+        return handle
+
+    def _bind(
+        self, keeper: ReferenceKeeper, reference: ReferenceId, *, is_new: bool, maker: str = ""
+    ) -> None:
+        self.id = reference
+        self._keeper = keeper
+        if is_new:
+            # The program's own frame, not that of Weft code which it called.
+            frame = sys._getframe(2)
+            while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+                _WEFT
+            ):
+                frame = frame.f_back
+            keeper.note_site(reference, (frame.f_code, frame.f_lineno, maker))
+
+    def __del__(self) -> None:
+        try:
+            self._keeper.end_handle(self.id)
+        except AttributeError:
+            pass  # Never bound: the constructor raised.
+
+    def agent(self) -> Agent:
+        """Returns the current agent, if the reference is of its group.
+
+        Raises:
+            NotInitialized: This process is no longer a worker.
+            ReferenceGone: The reference is of a former group; its number may name another value.
+        """
+        try:
+            agent = current()
+        except NotInitialized:
+            if is_forked():
+                raise
+            raise NotInitialized(
+                "the group of this reference has been shut down, and the value is gone with it; "
+                "fetch what is still needed by to_here() before the shutdown"
+            ) from None
+        if agent is not self._keeper.agent:
+            raise ReferenceGone("this reference belongs to a group that has been shut down")
+        return agent
+
+    def end_event(self, event: record_function) -> None:
+        """Ends the profiler's event of the call that makes the value."""
+        event.__exit__(None, None, None)
+
+    check_travels = agent
+    """Called before the reference is handed on; a subclass may refuse that by raising."""
+
+    def owner(self) -> WorkerInfo:
+        """Returns the worker that owns the value."""
+        return self.agent().peers[self.id.owner].info
+
+    def owner_name(self) -> str:
+        """Returns the name of the worker that owns the value."""
+        return self.owner().name
+
+    def is_owner(self) -> bool:
+        """Whether this worker owns the value."""
+        return self.id.owner == self.agent().me.id
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to count this worker as a user of the value."""
+        return self._keeper.is_confirmed(self.id)
+
+
+register_external(Handle)

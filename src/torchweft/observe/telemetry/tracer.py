@@ -33,7 +33,7 @@ from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import current_id
 from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.engine.protocol.backward import Progress
-from torchweft.engine.protocol.served_calls import AnsweredCall
+from torchweft.engine.protocol.calls import AnsweredCall
 from torchweft.engine.wire.frames import Buffer
 from torchweft.engine.wire.messages import ERROR_REPLY, MAX_SPAN_BYTES, NO_GRAD, pass_span
 from torchweft.engine.worker.calls import PendingCall, current_call

@@ -22,7 +22,7 @@ from torchweft.autograd.graph import Reached
 from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.engine.io.link import Link
 from torchweft.engine.protocol.backward import Progress
-from torchweft.engine.protocol.served_calls import AnsweredCall
+from torchweft.engine.protocol.calls import AnsweredCall
 from torchweft.engine.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame
 from torchweft.engine.wire.messages import (
     CALL_HEAD_BYTES,

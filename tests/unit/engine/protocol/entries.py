@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchweft.engine.protocol.calls import OpenCall
-from torchweft.engine.protocol.served_calls import AnsweredCall, ServedCall
+from torchweft.engine.protocol.calls import AnsweredCall, OpenCall, ServedCall
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import Kind
 

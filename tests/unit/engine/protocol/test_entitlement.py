@@ -15,20 +15,26 @@ from torchweft.engine.codec.registry import (
     remotely_callable,
     remotely_callable_unless_strict,
 )
-from torchweft.engine.protocol import backward
+from torchweft.engine.protocol import backward, references
 from torchweft.engine.protocol.backward import CONNECTION, Abort, Discover, Failed, Report, Settled
 from torchweft.engine.protocol.entitlement import (
     PASS_RULES,
-    REFERENCE_RULES,
     RULES,
     check_gradients,
     check_pass_message,
-    check_reference_message,
 )
 from torchweft.engine.protocol.leaving import Step
-from torchweft.engine.wire import references
+from torchweft.engine.protocol.references import (
+    REFERENCE_RULES,
+    Drop,
+    DropAck,
+    Gone,
+    Hold,
+    HoldAck,
+    NotCreated,
+    check_reference_message,
+)
 from torchweft.engine.wire.messages import Kind, encode_ints
-from torchweft.engine.wire.references import Drop, DropAck, Gone, Hold, HoldAck, NotCreated
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId, scoped_id
 

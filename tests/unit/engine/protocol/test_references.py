@@ -6,26 +6,24 @@ import pytest
 
 from torchweft.engine.protocol.numbers import SeenNumbers
 from torchweft.engine.protocol.references import (
+    NO_TOKEN,
     Action,
     Census,
     Confirmed,
-    Leak,
-    OwnerLost,
-    References,
-    ReleaseValue,
-    Send,
-    ValueGone,
-)
-from torchweft.engine.wire.references import (
-    NO_TOKEN,
     Drop,
     DropAck,
     Gone,
     Handed,
     Hold,
     HoldAck,
+    Leak,
     NotCreated,
     NotHanded,
+    OwnerLost,
+    References,
+    ReleaseValue,
+    Send,
+    ValueGone,
 )
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.engine.protocol.entries import Peer, Served
 from torchweft.engine.protocol import calls
-from torchweft.engine.protocol.served_calls import CallServer, CancelNested, has_awaited
+from torchweft.engine.protocol.calls import CallServer, CancelNested, has_awaited
 from torchweft.engine.wire.messages import NO_CREATION
 from torchweft.errors import ProtocolError, WorkerLost
 

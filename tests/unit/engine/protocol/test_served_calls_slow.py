@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchweft.engine.protocol.served_calls import _MOST_SLOW, SlowFunctions
+from torchweft.engine.protocol.calls import _MOST_SLOW, SlowFunctions
 
 
 def test_a_function_is_slow_by_its_last_run() -> None:

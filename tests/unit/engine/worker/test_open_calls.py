@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.unit.engine.worker.group import Member, group_of
-from torchweft.engine.protocol.calls import SimpleRequest
-from torchweft.engine.protocol.served_calls import ServedCall
+from torchweft.engine.protocol.calls import ServedCall, SimpleRequest
 from torchweft.engine.protocol.sessions import Unsent
 from torchweft.engine.wire.frames import Frame, encode_frame
 from torchweft.engine.wire.messages import Kind

@@ -13,9 +13,9 @@ import pytest
 
 from tests.unit.engine.worker.group import LIMIT_S, Member, group_of, wait_until
 from torchweft.engine.protocol.calls import SimpleRequest
+from torchweft.engine.protocol.references import Handed, Hold, Message, encode
 from torchweft.engine.wire.frames import Frame, encode_frame
 from torchweft.engine.wire.messages import Kind
-from torchweft.engine.wire.references import Handed, Hold, Message, encode
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.references import ReferenceKeeper

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from torchweft.engine.protocol.calls import ServedCall
 from torchweft.engine.protocol.registration import Registration
-from torchweft.engine.protocol.served_calls import ServedCall
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import Kind, encode_ints
 from torchweft.engine.worker.calls import Cancelling

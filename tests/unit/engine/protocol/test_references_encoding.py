@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.fuzz.targets.references import EVERY_KIND
 from tests.tables import cases
 from tests.thorough import examples
-from torchweft.engine.wire.references import (
+from torchweft.engine.protocol.references import (
     Handed,
     Hold,
     Message,
