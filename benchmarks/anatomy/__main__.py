@@ -25,7 +25,7 @@ from torchweft import rpc
 from torchweft.engine.codec.functions import name_of, resolve
 from torchweft.engine.codec.tensors import decode_tensors, encode_tensors
 from torchweft.engine.codec.values import decode, encode
-from torchweft.engine.protocol.calls import CallTable
+from torchweft.engine.protocol.calls import CallClient
 from torchweft.engine.threads.reactor import FairQueue, Reactor
 from torchweft.engine.wire.frames import Buffer, FrameParser, encode_frame
 from torchweft.engine.wire.messages import Kind, encode_reply
@@ -115,7 +115,7 @@ def parts() -> list[Part]:
 def _requests(
     agent: Agent, worker: Worker, peer: Peer, tensor: torch.Tensor, request: Any
 ) -> list[Part]:
-    table: CallTable[PendingCall] = CallTable()
+    table: CallClient[PendingCall] = CallClient()
 
     def open_and_close() -> None:
         table.take(table.add(PendingCall(peer.id, peer.name, echo, 60.0)))

@@ -16,7 +16,7 @@ from typing import Any
 from tests.simulation.connections import Half, Limits, Node
 from tests.simulation.streams import Streams, Weather
 from tests.simulation.timeline import Clock, Timeline
-from torchweft.engine.protocol.calls import CallTable
+from torchweft.engine.protocol.calls import CallClient
 from torchweft.engine.wire import session
 from torchweft.engine.wire.frames import HEADER_BYTES, Frame, encode_frame
 
@@ -40,7 +40,7 @@ class CounterWorker:
     def __init__(self, world: CounterWorld, node: Node) -> None:
         self.world = world
         self.node = node
-        self.calls: CallTable[Call] = CallTable()
+        self.calls: CallClient[Call] = CallClient()
         self.failed = 0
         node.on_frame = self._on_frame
         node.on_note = world.note

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.connections import Node
 from tests.simulation.network import Packet
 from tests.simulation.reference_world import Carrier, Homecoming
-from torchweft.engine.protocol.calls import CallTable
+from torchweft.engine.protocol.calls import CallClient
 from torchweft.engine.wire.frames import Frame
 from torchweft.ids import ReferenceId
 
@@ -62,7 +62,7 @@ class Member:
         self.group = group
         self.node = node
         self.chance = group.chance
-        self.calls: CallTable[OpenCall] = CallTable()
+        self.calls: CallClient[OpenCall] = CallClient()
         self.plans = self.chance.choice((0, 3, 8))
         self.running = 0
         self.activity = 0

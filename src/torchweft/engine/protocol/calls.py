@@ -24,7 +24,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -159,26 +159,6 @@ class ServedCall:
         return True
 
 
-class Answering(Protocol):
-    """Sends callers the outcomes of their calls. Both methods may raise any exception.
-
-    Attributes:
-        unfinished: The calls whose outcomes become values of this worker, until they do.
-    """
-
-    unfinished: set[AnsweredCall]
-
-    @property
-    def watchers(self) -> Sequence[Any]:
-        """Hear of the outcomes of calls; see ``torchweft.rpc.worker``."""
-
-    def reply(self, peer: Any, number: int, result: Any, context_id: int) -> None:
-        """Answers call ``number`` with a result."""
-
-    def reply_error(self, peer: Any, number: int, error: BaseException) -> None:
-        """Answers call ``number`` with an error."""
-
-
 class AnsweredCall(ServedCall, ABC):
     """A served call that is invoked with its outcome.
 
@@ -186,7 +166,9 @@ class AnsweredCall(ServedCall, ABC):
     refer to the value by now.
 
     Attributes:
-        worker: Sends answers. Invoked directly: an action would cost each call too much.
+        worker: Sends answers, by ``reply`` and ``reply_error``, which may raise any exception; has
+            the ``unfinished`` calls, whose outcomes become values, and the ``watchers`` of calls.
+            Invoked directly: an action would cost each call too much.
         context_id: The autograd context in which it runs, or 0.
         owned: The owned value that the outcome becomes; None if a caller waits.
         notes: What watchers keep with the call; unset if there were none at its begin.
@@ -194,7 +176,7 @@ class AnsweredCall(ServedCall, ABC):
 
     __slots__ = ("context_id", "notes", "owned", "worker")
 
-    worker: Answering
+    worker: Any
     context_id: int
     owned: Any
     notes: dict[Any, Any]
@@ -385,76 +367,7 @@ class SlowFunctions(set[bytes]):
             self.add(name)
 
 
-# The table of calls that wait for an answer
-
-
-class Waiting(Protocol):
-    """The attributes of an entry that the table needs."""
-
-    worker: int
-    deadline_s: float
-    number: int
-
-
-Entry = TypeVar("Entry", bound=Waiting)
-
-
-class CallTable(Generic[Entry]):
-    """Open calls by number. Numbers are never used twice."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}
-        self.pop: Callable[[int, None], Entry | None] = self._entries.pop
-        """Does as ``take``, in one atomic step (a single C function)."""
-        self.find: Callable[[int], Entry | None] = self._entries.get
-        """Returns an entry, and leaves it in the table."""
-        self._numbers = shared_count(1)
-        self.total = 0
-        """Roughly how many calls were made; changes with each call."""
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add(self, entry: Entry) -> int:
-        """Adds ``entry`` and returns its number."""
-        number = entry.number = next(self._numbers)
-        self._entries[number] = entry
-        self.total = number
-        return number
-
-    def take(self, number: int) -> Entry | None:
-        """Removes and returns an entry; None if it was taken before or never existed."""
-        return self._entries.pop(number, None)
-
-    def all(self) -> list[Entry]:
-        """Returns the open entries."""
-        return list(self._entries.copy().values())
-
-    def has(self, number: int) -> bool:
-        """Whether an entry waits under ``number``."""
-        return number in self._entries
-
-    def take_expired(self, now_s: float) -> tuple[list[Entry], float]:
-        """Removes the entries whose deadline has passed.
-
-        Returns:
-            The expired entries, and the earliest deadline among the others (or infinity).
-        """
-        expired: list[Entry] = []
-        earliest_s = math.inf
-        for number, entry in self._entries.copy().items():
-            if entry.deadline_s > now_s:
-                earliest_s = min(earliest_s, entry.deadline_s)
-            elif self.take(number) is not None:
-                expired.append(entry)
-        return expired, earliest_s
-
-    def take_where(self, is_meant: Callable[[Entry], bool]) -> list[Entry]:
-        """Removes and returns the entries that satisfy ``is_meant``; scans the whole table."""
-        numbers = [number for number, entry in self._entries.copy().items() if is_meant(entry)]
-        taken = [self.take(number) for number in numbers]
-        return [entry for entry in taken if entry is not None]
-
+# The caller's side: one call, the errors by which calls end, and the table of open calls
 
 Subject = tuple[Any, ...]
 """A function that returns a name for the called function, followed by its own arguments."""
@@ -653,16 +566,66 @@ Action = Complete[Call] | TellCancelled
 """Every action of the machine."""
 
 
-class CallClient(CallTable[Call]):
-    """The open calls that one worker has made. Thread-safe by atomic steps.
+class CallClient(Generic[Call]):
+    """The open calls that one worker has made, by number. Thread-safe by atomic steps.
 
-    Hot path: ``add``, ``take``, ``pop``, ``answered``.
+    Numbers are never used twice. Hot path: ``add``, ``take``, ``pop``, ``answered``.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._entries: dict[int, Call] = {}
+        self.pop: Callable[[int, None], Call | None] = self._entries.pop
+        """Does as ``take``, in one atomic step (a single C function)."""
+        self.find: Callable[[int], Call | None] = self._entries.get
+        """Returns a call, and leaves it in the table."""
+        self._numbers = shared_count(1)
+        self.total = 0
+        """Roughly how many calls were made; changes with each call."""
         # By number, the calls that were not sent because they wait for a connection.
         self._unsent: dict[int, bool] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, call: Call) -> int:
+        """Adds ``call`` and returns its number."""
+        number = call.number = next(self._numbers)
+        self._entries[number] = call
+        self.total = number
+        return number
+
+    def take(self, number: int) -> Call | None:
+        """Removes and returns a call; None if it was taken before or never existed."""
+        return self._entries.pop(number, None)
+
+    def all(self) -> list[Call]:
+        """Returns the open calls."""
+        return list(self._entries.copy().values())
+
+    def has(self, number: int) -> bool:
+        """Whether a call waits under ``number``."""
+        return number in self._entries
+
+    def take_expired(self, now_s: float) -> tuple[list[Call], float]:
+        """Removes the calls whose deadline has passed.
+
+        Returns:
+            The expired calls, and the earliest deadline among the others (or infinity).
+        """
+        expired: list[Call] = []
+        earliest_s = math.inf
+        for number, call in self._entries.copy().items():
+            if call.deadline_s > now_s:
+                earliest_s = min(earliest_s, call.deadline_s)
+            elif self.take(number) is not None:
+                expired.append(call)
+        return expired, earliest_s
+
+    def take_where(self, is_meant: Callable[[Call], bool]) -> list[Call]:
+        """Removes and returns the calls that satisfy ``is_meant``; scans the whole table."""
+        numbers = [number for number, call in self._entries.copy().items() if is_meant(call)]
+        taken = [self.take(number) for number in numbers]
+        return [call for call in taken if call is not None]
 
     def answered(self, worker: int, frame: Frame) -> Call | None:
         """Ends a call with its answer. Hot path.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from torchweft.ids import ID_LIMIT
-
 
 class SeenNumbers:
     """The numbers seen of a gapless sequence: all below a watermark, and a few above it.
@@ -65,27 +63,3 @@ class Tombstones:
 
     def __len__(self) -> int:
         return len(self._numbers)
-
-
-class WorkerIds:
-    """A set of ids of workers, one bit for each possible id; not thread-safe.
-
-    A set of numbers would grow with each worker that has ever been lost.
-    """
-
-    __slots__ = ("_bits",)
-
-    def __init__(self) -> None:
-        self._bits = bytearray(ID_LIMIT // 8)
-
-    def __contains__(self, worker: int) -> bool:
-        # An id in a message may be any number.
-        return 0 <= worker < ID_LIMIT and bool(self._bits[worker >> 3] >> (worker & 7) & 1)
-
-    def add(self, worker: int) -> None:
-        """Adds the id of a worker."""
-        self._bits[worker >> 3] |= 1 << (worker & 7)
-
-    def discard(self, worker: int) -> None:
-        """Removes the id of a worker, if it is in the set."""
-        self._bits[worker >> 3] &= ~(1 << (worker & 7))

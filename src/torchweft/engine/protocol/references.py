@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from torchweft.engine.protocol.numbers import SeenNumbers, WorkerIds
+from torchweft.engine.protocol.numbers import SeenNumbers
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 
@@ -230,7 +230,7 @@ class Outbox:
     """The actions to be taken next, and the references about which the owner has yet to answer."""
 
     def __init__(self) -> None:
-        self.lost = WorkerIds()
+        self.lost: set[int] = set()
         self.unanswered: set[ReferenceId] = set()
         self._actions: list[Action] = []
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from torchweft.engine.protocol.numbers import WorkerIds
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
 from torchweft.ids import ID_LIMIT, WorkerInfo
 
@@ -533,7 +532,7 @@ class Roster(Generic[L]):
         """Lives that have no name any more and were not over when last looked at."""
         self._ended: dict[int, L] = {}
         """In an open group, the lives that are over and in the tables, the earliest first."""
-        self._forgotten = WorkerIds()
+        self._forgotten: set[int] = set()
         self._recalled: set[int] = set()
         """Ids in the tables of lives that this worker knows from others' messages alone. Whoever
         joins with such an id is a new life all the same."""

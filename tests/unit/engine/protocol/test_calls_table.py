@@ -5,7 +5,7 @@ import math
 import threading
 from dataclasses import dataclass
 
-from torchweft.engine.protocol.calls import CallTable
+from torchweft.engine.protocol.calls import CallClient
 
 
 @dataclass(eq=False)
@@ -15,7 +15,7 @@ class Entry:
 
 
 def test_an_entry_leaves_once() -> None:
-    table: CallTable[Entry] = CallTable()
+    table: CallClient[Entry] = CallClient()
     entry = Entry()
     number = table.add(entry)
     assert len(table) == 1
@@ -25,7 +25,7 @@ def test_an_entry_leaves_once() -> None:
 
 
 def test_numbers_are_never_used_twice() -> None:
-    table: CallTable[Entry] = CallTable()
+    table: CallClient[Entry] = CallClient()
     numbers = []
     for _ in range(10):
         numbers.append(table.add(Entry()))
@@ -35,7 +35,7 @@ def test_numbers_are_never_used_twice() -> None:
 
 
 def test_entries_are_taken_by_what_they_are() -> None:
-    table: CallTable[Entry] = CallTable()
+    table: CallClient[Entry] = CallClient()
     one, other = Entry(), Entry()
     table.add(one)
     number = table.add(other)
@@ -45,7 +45,7 @@ def test_entries_are_taken_by_what_they_are() -> None:
 
 
 def test_what_is_due_expires_and_the_rest_tells_when() -> None:
-    table: CallTable[Entry] = CallTable()
+    table: CallClient[Entry] = CallClient()
     late, due, early = Entry(deadline_s=9.0), Entry(deadline_s=5.0), Entry(deadline_s=1.0)
     for entry in (late, due, early, Entry()):
         table.add(entry)
@@ -56,7 +56,7 @@ def test_what_is_due_expires_and_the_rest_tells_when() -> None:
 
 
 def test_the_entries_of_a_lost_worker_are_taken_together() -> None:
-    table: CallTable[Entry] = CallTable()
+    table: CallClient[Entry] = CallClient()
     entries = [Entry(worker=number % 3) for number in range(9)]
     for entry in entries:
         table.add(entry)
@@ -67,7 +67,7 @@ def test_the_entries_of_a_lost_worker_are_taken_together() -> None:
 
 
 def test_everybody_takes_at_once_and_nothing_is_taken_twice_or_left() -> None:
-    table: CallTable[Entry] = CallTable()
+    table: CallClient[Entry] = CallClient()
     taken: list[Entry] = []
     entries = [Entry(worker=number % 2, deadline_s=number % 5) for number in range(3000)]
     numbers: list[int] = []
@@ -104,7 +104,7 @@ def test_everybody_takes_at_once_and_nothing_is_taken_twice_or_left() -> None:
 class AddsWhenCollected:
     """An object in a cycle, whose finalizer makes a call."""
 
-    def __init__(self, table: CallTable[Entry]) -> None:
+    def __init__(self, table: CallClient[Entry]) -> None:
         self.table = table
         self.cycle = self
 
@@ -113,7 +113,7 @@ class AddsWhenCollected:
 
 
 def test_a_collection_in_the_middle_of_a_look_does_no_harm() -> None:
-    table: CallTable[Entry] = CallTable()
+    table: CallClient[Entry] = CallClient()
     for _ in range(200):
         table.add(Entry())
     threshold = gc.get_threshold()
