@@ -6,7 +6,7 @@ import difflib
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -335,8 +335,7 @@ def may_set(value_type: type, name: str) -> bool:
         if base in _WITHOUT_OWN:
             continue
         held = vars(base)
-        declared = {*_slots(held), *held.get("__annotations__", ())}
-        if name in declared or not _ANSWERS.isdisjoint(held):
+        if name in held.get("__annotations__", ()) or not _ANSWERS.isdisjoint(held):
             return True
         for code in _codes_of(held.values()):
             used = code.co_names
@@ -344,11 +343,6 @@ def may_set(value_type: type, name: str) -> bool:
             if name in used or name in code.co_consts or not _SETS.isdisjoint(used):
                 return True
     return False
-
-
-def _slots(held: Mapping[str, Any]) -> tuple[str, ...]:
-    slots = held.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _codes_of(attributes: Any) -> Iterator[CodeType]:

@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import enum
 import math
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from torchweft.engine.protocol.numbers import SeenNumbers
+from torchweft.engine.wire.frames import Buffer
+from torchweft.engine.wire.messages import decode_ints, encode_ints
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 
@@ -927,16 +928,16 @@ def encode(messages: Iterable[Message]) -> bytes:
         for name in _NAMES[kind]:
             value = getattr(message, name)
             integers += value if name == _REFERENCE else (value,)
-    return struct.pack(f"<{len(integers)}q", *integers)
+    return encode_ints(*integers)
 
 
-def decode(data: bytes | bytearray | memoryview) -> list[Message]:
+def decode(data: Buffer) -> list[Message]:
     """Decodes a batch of messages.
 
     Raises:
         ProtocolError: ``data`` is not what ``encode`` makes.
     """
-    integers = _integers_of(data)
+    integers = decode_ints(data)
     messages: list[Message] = []
     at = 0
     while at < len(integers):
@@ -957,13 +958,3 @@ def decode(data: bytes | bytearray | memoryview) -> list[Message]:
             values[:3] = [ReferenceId(*values[:3])]
         messages.append(kind(*values))
     return messages
-
-
-def _integers_of(data: bytes | bytearray | memoryview) -> tuple[int, ...]:
-    count, rest = divmod(len(data), 8)
-    if rest:
-        raise ProtocolError(f"{len(data)} bytes are no whole number of 64-bit integers")
-    integers = struct.unpack(f"<{count}q", data)
-    if integers and min(integers) < 0:
-        raise ProtocolError(f"a reference message holds the negative number {min(integers)}")
-    return integers

@@ -64,7 +64,7 @@ def test_numbers_of_63_bits_survive() -> None:
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (b"\1", "1 bytes are no whole number"),
+        (b"\1", "1 bytes are no list"),
         (struct.pack("<q", 0), "no reference message has kind 0"),
         (struct.pack("<q", 8), "no reference message has kind 8"),
         (struct.pack("<q", 7), "kind 7 ends after 0 of its 1 fields"),
