@@ -237,12 +237,19 @@ class Encoder:
         flags, values = (NAMED, with_names(args, kwargs)) if kwargs else (0, tuple(args))
         # No caller waits for a remote() call or keeps its references: hand them on.
         home_of = peer.home_of if creation == NO_CREATION else no_home
-        inlines = not (peer.device_maps.moves_host_of_calls or shared_ranges)
+        code, sent = b"", values
+        apart = _apart(function, by_name) if name is None and peer.takes_code else None
+        if apart is not None:
+            code, captured = apart
+            if captured:
+                sent = (*captured, *values)
+                home_of = no_home  # The caller keeps its arguments, but not its function.
+        head = timeout_s, creation, name or b"", span
         tensors: list[Tensor] = []
-        made, code, sent = None, b"", values
-        if name is not None and not peer.is_self:
-            front = timeout_s, creation, name, span, code
-            made = encode_whole(*front, sent, tensors, by_name, home_of, inlines)
+        made = None
+        if (name is not None or code) and not peer.is_self:
+            inlines = not (peer.device_maps.moves_host_of_calls or shared_ranges)
+            made = encode_whole(*head, code, sent, tensors, by_name, home_of, inlines)
         if made is None:
             if any(map(call, MODES)):
                 check_untraced()
@@ -250,17 +257,7 @@ class Encoder:
                     self._check_whole(peer, values)
                     again = peer, function, args, kwargs, timeout_s, creation, span, kind
                     return Encoder.request(self, *again)
-            apart = _apart(function, by_name) if name is None and peer.takes_code else None
-            if apart is not None:
-                code, captured = apart
-                if captured:
-                    sent = (*captured, *values)
-                    home_of = no_home  # The caller keeps its arguments, but not its function.
-                front = timeout_s, creation, b"", span, code
-                made = encode_whole(*front, sent, tensors, by_name, home_of, inlines)
-        if made is None:
-            head = timeout_s, creation, name or b"", span
-            called = () if isinstance(function, bytes) or name is not None else (function,)
+            called = () if name is not None else (function,)
             return self._packed_request(
                 peer, kind, flags, head, values, called, code, sent, home_of
             )
