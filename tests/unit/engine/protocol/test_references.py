@@ -459,6 +459,34 @@ class TestShutdown:
         assert wire.flow() == [(USER, ReleaseValue(own))]
         assert wire.is_clean()
 
+    def test_what_an_interrupted_thread_has_never_sent_is_taken_back(self) -> None:
+        user = make_user()
+        token = user.hand_on(X, OTHER)
+        never_made = user.creating(OWNER)
+        user.drop_all()
+        user.tick(0.0)
+        user.tick(ARRIVAL_S - 0.1)
+        assert user.take_actions() == []
+        user.tick(ARRIVAL_S)
+        assert user.take_actions() == [
+            Send(OWNER, NotCreated(never_made)),
+            Send(OTHER, NotHanded(token)),
+        ]
+        user.tick(2 * ARRIVAL_S)
+        assert user.take_actions() == []
+        assert not user.is_settled()
+
+    def test_a_question_that_was_never_asked_keeps_no_worker_from_leaving(self) -> None:
+        """A signal handler raised between the machine and the messages that go out."""
+        user = References(USER, ARRIVAL_S)
+        user.received(X, 1, OTHER)
+        user.take_actions()
+        user.drop_all()
+        user.tick(0.0)
+        assert not user.is_settled()
+        user.tick(ARRIVAL_S)
+        assert user.is_settled()
+
     def test_a_late_function_hands_nothing_on(self, wire: Wire) -> None:
         reference = wire.create()
         wire.user.drop_all()
