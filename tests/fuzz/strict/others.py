@@ -58,7 +58,7 @@ _STATEMENTS = (
 _KINDS_OF_INTEGERS = (
     *(Kind.CANCEL, Kind.PULLED, Kind.SUPPLY, Kind.UNSENT, Kind.DATA_BROKEN),
     *(Kind.RELEASE_CONTEXT, Kind.RELEASE_CONTEXT, Kind.RELEASE_MESSAGES, Kind.RELEASE_MESSAGES),
-    *(Kind.DEVICE_FREED, Kind.ACKNOWLEDGED),
+    Kind.ACKNOWLEDGED,
 )
 _OTHER_KINDS = tuple(
     kind for kind in Kind if kind not in (Kind.DUMP, Kind.STACKS)

@@ -675,14 +675,14 @@ class Channels:
             and device.type == "cuda"
             and not isinstance(buffer, Tensor)
         }
-        batch = self._uploads.batch()
+        memories = [memory for memory, _ in wanted.values()]
         try:
-            copies = {place: batch.add(*each) for place, each in wanted.items()}
+            copies = self._uploads.to_devices(memories, [device for _, device in wanted.values()])
         except torch.OutOfMemoryError as error:
-            size_bytes = sum([memory.nbytes for memory, _ in wanted.values()])
+            size_bytes = sum([memory.nbytes for memory in memories])
             raise out_of_memory(self._home.name, peer, size_bytes, error) from None
-        batch.wait()
-        return [copies.get(place, buffer) for place, buffer in enumerate(buffers)]
+        found = dict(zip(wanted, copies, strict=True))
+        return [found.get(place, buffer) for place, buffer in enumerate(buffers)]
 
     def _by_channel(self, peer: Peer, entries: Sequence[Entry]) -> dict[Channel, dict[int, Entry]]:
         """Returns the buffers to get over each channel, by their positions."""

@@ -3,22 +3,19 @@
 See ``docs/protocols/devices.md``.
 
 *The sender's side.* A tensor is offered as a range of its allocation, with the number of an event.
-The event is recorded behind the work that makes the tensor. The receiver keeps the handles of
-allocations and events under their numbers. A handle goes along with each message until a message
-that carried it was acknowledged. So the order in which a receiver handles messages does not matter.
-Memory that is offered is kept until the receiver has copied it. The receiver waits for the event on
-its host, never on its device: a stream that waits for an event of a process that was killed waits
-for ever, as measured.
+The event is recorded behind the work that makes the tensor. Every message has the handles of both,
+so the order in which a receiver handles messages does not matter. Memory that is offered is kept
+until the receiver has copied it. The receiver waits for the event on its host, never on its device:
+a stream that waits for an event of a process that was killed waits for ever, as measured.
 
 *The receiver's side.* A mapping stays open while it is used often: opening takes a hundred
 microseconds. While it is open, the memory is not free for others, even if its owner has freed it.
-So a mapping ends when its owner ends, or says that the allocation is gone, or when no message has
-used it for a while.
+So a mapping ends when its owner ends, or when no message has used it for a while.
 
 The handle, little-endian::
 
     allocation u32 | event u32, 0 for none | offset in the allocation u64
-    then for what the receiver may not have: number u32 | size u64, 0 for an event | 64 bytes
+    64 bytes with which the allocation is mapped | 64 bytes with which the event is opened
 
 *The driver.* torch's own handles (``UntypedStorage._share_cuda_``) keep a counter in a file for
 each tensor that is sent, and change the tensor's storage. So ``Driver`` asks the driver itself, for
@@ -38,7 +35,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,9 +44,7 @@ from torch import Tensor
 
 from torchweft import knobs
 from torchweft.engine.channels.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
-from torchweft.engine.channels.device_copies import Staging
-from torchweft.engine.wire.frames import Buffer
-from torchweft.engine.wire.messages import Kind, decode_ints, encode_ints
+from torchweft.engine.channels.device_copies import GpuCalls, Staging, copy_to_devices
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.free_threading import shared_count
 
@@ -73,20 +68,6 @@ class DriverError(WeftError, RuntimeError):
     """
 
     code: int = 0
-
-
-class Range(NamedTuple):
-    """A part of an allocation that this process has mapped.
-
-    Attributes:
-        memory: All of the allocation, as bytes.
-        offset: Where the part begins.
-        size_bytes: Its length.
-    """
-
-    memory: Tensor
-    offset: int
-    size_bytes: int
 
 
 class _Handle(ctypes.Structure):
@@ -137,7 +118,7 @@ class Driver:
         self._close.argtypes = (ctypes.c_uint64,)
         self._text = library.cuGetErrorString
         self._text.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
-        self._copy_streams: dict[int, Any] = {}
+        self._calls = GpuCalls()
 
     def index_of(self, tensor: Tensor) -> int | None:
         """Returns the number of the CUDA device that a tensor is on; None if it is on none."""
@@ -219,52 +200,10 @@ class Driver:
 
     # Copies
 
-    def pull(self, ranges: list[Range], devices: list[int]) -> list[Tensor]:
-        """Copies ranges to new memory, each on the device given. Blocks until that is done.
-
-        The copies run on a stream of their own: they do not wait for earlier work of this thread.
-        The new memory is for the current streams of this thread.
-
-        Returns:
-            Tensors of bytes.
-
-        Raises:
-            torch.OutOfMemoryError: A device has too little memory.
-        """
-        before = torch.cuda.current_device()
-        pulled: list[Tensor] = []
-        ends: dict[int, Any] = {}
-        try:
-            for each, device in zip(ranges, devices, strict=True):
-                own = torch.cuda.current_stream(device)
-                stream = self._copy_stream(device)
-                torch.cuda.set_stream(stream)
-                try:
-                    target = torch.empty(
-                        each.size_bytes, dtype=torch.uint8, device=torch.device("cuda", device)
-                    )
-                    source = each.memory.narrow(0, each.offset, each.size_bytes)
-                    target.copy_(source, non_blocking=True)
-                    if device not in ends:
-                        ends[device] = _CudaEvent()
-                    ends[device].record(stream)
-                finally:
-                    torch.cuda.set_stream(own)
-                target.record_stream(own)
-                pulled.append(target)
-        finally:
-            # Also after a failure: the ranges must not be in use once this method has ended.
-            for end in ends.values():
-                end.synchronize()
-            torch.cuda.set_device(before)
-        return pulled
-
-    def _copy_stream(self, device: int) -> Any:
-        stream = self._copy_streams.get(device)
-        if stream is None:
-            # Two threads may both make one; either may be used.
-            stream = self._copy_streams[device] = _CudaStream(device)
-        return stream
+    def pull(self, sources: list[Tensor], devices: list[int]) -> list[Tensor]:
+        """Copies mapped memory to new memory, each on the device given; see ``copy_to_devices``."""
+        wanted = [torch.device("cuda", device) for device in devices]
+        return copy_to_devices(self._calls, sources, wanted)
 
     def _read_attribute(self, attribute: int, address: int) -> int:
         value = ctypes.c_uint64()
@@ -290,83 +229,64 @@ NO_CUDA = "there is no CUDA here"
 _NUMBER_LIMIT = 1 << 32
 READY = 0
 """The number in place of an event's where nothing is to be waited for."""
-_PLACE = struct.Struct("<IIQ")
-_HANDLE = struct.Struct(f"<IQ{HANDLE_BYTES}s")
-
-
-class SharedHandle(NamedTuple):
-    """Makes an allocation, or an event (of size 0), of another process accessible."""
-
-    number: int
-    size_bytes: int
-    content: bytes
+_PLACE = struct.Struct(f"<IIQ{HANDLE_BYTES}s{HANDLE_BYTES}s")
 
 
 class Place(NamedTuple):
-    """Where a tensor lies at its sender: numbers of its allocation and event, and its offset."""
+    """Where a tensor lies at its sender.
+
+    Attributes:
+        allocation: Number of its allocation.
+        event: Number of the event behind the work that makes it, or ``READY``.
+        offset: Where it begins in the allocation.
+        memory: The handle of the allocation.
+        work: The handle of the event.
+    """
 
     allocation: int
     event: int
     offset: int
+    memory: bytes
+    work: bytes
 
 
 class Allocation(NamedTuple):
-    """An allocation that can be shared: where it begins here, and its handle."""
+    """An allocation that can be shared: where it begins here, its number, and its handle."""
 
     start: int
-    shared: SharedHandle
+    number: int
+    handle: bytes
 
 
 class _Event(NamedTuple):
     """An event that can be shared, and the device whose work it marks."""
 
-    shared: SharedHandle
+    number: int
+    handle: bytes
     event: Any
     device: int
 
 
 class Offered(Handle):
-    """Memory that a peer may read, kept until the peer has copied it, or is lost.
+    """Memory that a peer may read, kept until the peer has copied it, or is lost."""
 
-    Attributes:
-        place: Where it is.
-        needed: The handles that the peer needs.
-    """
-
-    __slots__ = ("_exports", "_known", "_ready", "needed", "place")
+    __slots__ = ("_exports", "_ready")
     is_slow = True
 
     def __init__(
         self, exports: Exports, tensor: Tensor, allocation: Allocation, ready: _Event | None
     ) -> None:
-        super().__init__(b"", tensor.numel() * tensor.element_size(), tensor)
+        start, number, handle = allocation
+        event, work = (READY, b"") if ready is None else ready[:2]
+        content = _PLACE.pack(number, event, tensor.data_ptr() - start, handle, work)
+        super().__init__(content, tensor.numel() * tensor.element_size(), tensor)
         self._exports, self._ready = exports, ready
-        shared, offset = allocation.shared, tensor.data_ptr() - allocation.start
-        self.place = Place(shared.number, READY if ready is None else ready.shared.number, offset)
-        self.needed = (shared,) if ready is None else (shared, ready.shared)
-        self._known: set[int] = set()
-
-    def address_to(self, known: set[int], sent: set[int]) -> None:
-        """Makes the content for a peer.
-
-        Args:
-            known: The numbers of the handles that the peer has for certain.
-            sent: The numbers of those that the message has already; new ones are added.
-        """
-        self._known = known
-        missing = [each for each in self.needed if each.number not in known | sent]
-        sent.update([each.number for each in missing])
-        packed = [_HANDLE.pack(*each) for each in missing]
-        self.content = b"".join((_PLACE.pack(*self.place), *packed))
 
     def memory(self) -> memoryview:
         """Returns a copy on the host. Blocks until the contents are made and copied."""
         if self._ready is not None:
             self._ready.event.synchronize()  # This thread's stream is another one.
         return self._exports.staging.to_host([self.kept])[0]
-
-    def acknowledge(self) -> None:
-        self._known.update([each.number for each in self.needed])
 
     def __del__(self) -> None:
         if self._ready is not None:
@@ -405,19 +325,14 @@ class Exports:
         """Returns the events of a device that nothing waits for; any thread may append one."""
         return self._idle.setdefault(device, deque())
 
-    def forget_freed(self) -> list[int]:
-        """Drops allocations that have been freed; returns their numbers, for the peers."""
+    def forget_freed(self) -> None:
+        """Drops allocations that have been freed."""
         with self._lock:
             known = list(self._allocations.items())
-        gone = [
-            (buffer_id, allocation)
-            for buffer_id, allocation in known
-            if allocation is None or self._driver.buffer_id(allocation.start) != buffer_id
-        ]
-        with self._lock:
-            for buffer_id, _ in gone:
-                self._allocations.pop(buffer_id, None)
-        return [allocation.shared.number for _, allocation in gone if allocation is not None]
+        for buffer_id, allocation in known:
+            if allocation is None or self._driver.buffer_id(allocation.start) != buffer_id:
+                with self._lock:
+                    self._allocations.pop(buffer_id, None)
 
     def _find(self, address: int) -> Allocation | None:
         buffer_id = self._driver.buffer_id(address)
@@ -425,18 +340,18 @@ class Exports:
             return self._allocations[buffer_id]
         except KeyError:
             pass
-        start, size_bytes = self._driver.allocation_at(address)
+        start, _ = self._driver.allocation_at(address)
         with self._lock:
             if buffer_id not in self._allocations:
-                self._allocations[buffer_id] = self._export(start, size_bytes)
+                self._allocations[buffer_id] = self._export(start)
             return self._allocations[buffer_id]
 
-    def _export(self, start: int, size_bytes: int) -> Allocation | None:
+    def _export(self, start: int) -> Allocation | None:
         number = next(self._numbers)
         if number >= _NUMBER_LIMIT:
             return None
         try:
-            return Allocation(start, SharedHandle(number, size_bytes, self._driver.export(start)))
+            return Allocation(start, number, self._driver.export(start))
         except DriverError:
             return None
 
@@ -455,7 +370,7 @@ class Exports:
             except RuntimeError:
                 stream.synchronize()
                 return None
-            return _Event(SharedHandle(next(self._numbers), 0, handle), event, device)
+            return _Event(next(self._numbers), handle, event, device)
         made.event.record(stream)
         return made
 
@@ -485,15 +400,8 @@ class Imports:
         self._driver = driver
         self._peer = peer
         self._lock = threading.RLock()
-        self._handles: dict[int, SharedHandle] = {}
         self._mappings: dict[tuple[int, int], _Mapping] = {}
         self._events: dict[int, Any] = {}
-
-    def learn(self, handles: Iterable[SharedHandle]) -> None:
-        """Keeps handles that came with a message."""
-        with self._lock:
-            for handle in handles:
-                self._handles.setdefault(handle.number, handle)
 
     def pull(
         self,
@@ -515,59 +423,34 @@ class Imports:
             ProtocolError: The memory reaches beyond its allocation.
             torch.OutOfMemoryError: A device has too little memory.
         """
-        events = {place.event: device for place, device in zip(places, devices, strict=True)}
-        events.pop(READY, None)
+        placed = list(zip(places, devices, strict=True))
+        events = {each.event: (each, device) for each, device in placed if each.event != READY}
         if events:
-            await_events([self._event(number, device) for number, device in events.items()])
+            await_events([self._event(*each) for each in events.values()])
         used: list[_Mapping] = []
+        sources: list[Tensor] = []
         try:
-            ranges = []
-            for place, size_bytes, device in zip(places, sizes, devices, strict=True):
-                mapping = self._mapping(place.allocation, device)
+            for (place, device), size_bytes in zip(placed, sizes, strict=True):
+                mapping = self._mapping(place, device)
                 used.append(mapping)
-                ranges.append(self._range(mapping, place.offset, size_bytes))
-            return self._driver.pull(ranges, list(devices))
+                sources.append(self._range(mapping, place.offset, size_bytes))
+            return self._driver.pull(sources, list(devices))
         finally:
+            sources.clear()
             now_s = time.monotonic()
             with self._lock:
                 for mapping in used:
                     mapping.users -= 1
                     mapping.last_used_s = now_s
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Ends the mappings of allocations that the peer has freed."""
-        gone = set(numbers)
-        with self._lock:
-            for number in gone:
-                self._handles.pop(number, None)
-        self._end(lambda number, mapping: number in gone)
-
     def trim(self, idle_s: float) -> None:
-        """Ends mappings that were idle for ``idle_s`` seconds, or whose allocation is gone."""
+        """Ends mappings that were idle for ``idle_s`` seconds."""
         before_s = time.monotonic() - idle_s
-        self._end(
-            lambda number, mapping: mapping.last_used_s <= before_s or number not in self._handles
-        )
-
-    def close(self) -> None:
-        """Ends all mappings that are not in use, and forgets all handles: the peer is lost."""
-        with self._lock:
-            self._handles.clear()
-            self._events.clear()
-        self._end(lambda number, mapping: True)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is mapped."""
-        return not self._mappings
-
-    def _end(self, is_wanted: Callable[[int, _Mapping], bool]) -> None:
-        """Ends the wanted ones of the mappings that nothing uses."""
         with self._lock:
             ended = {
                 key: mapping
                 for key, mapping in self._mappings.items()
-                if not mapping.users and is_wanted(key[0], mapping)
+                if not mapping.users and mapping.last_used_s <= before_s
             }
             for key in ended:
                 del self._mappings[key]
@@ -578,23 +461,25 @@ class Imports:
             except DriverError:
                 pass  # The context is broken; its process will end, and the mapping with it.
 
-    def _handle(self, number: int) -> SharedHandle:
-        handle = self._handles.get(number)
-        if handle is None:
-            raise CannotGet(f"{self._peer} offers device memory whose handle has not come")
-        return handle
+    def close(self) -> None:
+        """Ends all mappings that are not in use: the peer is lost."""
+        with self._lock:
+            self._events.clear()
+        self.trim(0.0)
 
-    def _mapping(self, number: int, device: int) -> _Mapping:
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is mapped."""
+        return not self._mappings
+
+    def _mapping(self, place: Place, device: int) -> _Mapping:
         """Returns a mapping for one more user."""
-        key = (number, device)
+        key = (place.allocation, device)
         with self._lock:
             mapping = self._mappings.get(key)
             if mapping is None:
-                handle = self._handle(number)
-                if not handle.size_bytes:
-                    raise ProtocolError(f"{self._peer} offers an event as device memory")
                 try:
-                    address = self._driver.open(handle.content, device)
+                    address = self._driver.open(place.memory, device)
                     # The size is the driver's: the peer's would be a promise.
                     memory = self._driver.view(address, self._driver.allocation_at(address)[1])
                 except (DriverError, RuntimeError) as error:
@@ -605,24 +490,24 @@ class Imports:
             mapping.users += 1
             return mapping
 
-    def _event(self, number: int, device: int) -> Any:
+    def _event(self, place: Place, device: int) -> Any:
         with self._lock:
-            event = self._events.get(number)
+            event = self._events.get(place.event)
             if event is None:
                 try:
-                    event = self._driver.open_event(self._handle(number).content, device)
+                    event = self._driver.open_event(place.work, device)
                 except RuntimeError as error:
                     raise CannotGet(f"an event of {self._peer} cannot be opened: {error}") from None
-                self._events[number] = event
+                self._events[place.event] = event
             return event
 
-    def _range(self, mapping: _Mapping, offset: int, size_bytes: int) -> Range:
+    def _range(self, mapping: _Mapping, offset: int, size_bytes: int) -> Tensor:
         if offset + size_bytes > mapping.memory.numel():
             raise ProtocolError(
                 f"{self._peer} offers {size_bytes} bytes at {offset} of an allocation "
                 f"of {mapping.memory.numel()} bytes"
             )
-        return Range(mapping.memory, offset, size_bytes)
+        return mapping.memory.narrow(0, offset, size_bytes)
 
 
 class CudaIpc(Channel):
@@ -638,14 +523,11 @@ class CudaIpc(Channel):
         self._exports: Exports | None = None
         if self._driver is not None:
             self._exports = Exports(self._driver, Staging(home.page_locks))
-        self._known: dict[int, set[int]] = {}
-        """The numbers of the handles that a peer has for certain."""
         self._imports: dict[int, Imports] = {}
         self._lock = threading.RLock()
         self._small_bytes = knobs.SMALL_ON_DEVICE_BYTES.get()
         self._look_s = knobs.SMALL_ON_DEVICE_S.get()
         self._stall_s = knobs.DEVICE_STALL_S.get()
-        home.on(Kind.DEVICE_FREED, self._on_freed)
 
     def describe(self) -> dict[str, object]:
         """Says whether there is a driver; does not start CUDA."""
@@ -688,14 +570,10 @@ class CudaIpc(Channel):
         )
         if size_bytes <= self._small_bytes and self._are_done(driver, used):
             return ()
-        known, sent = self._known.setdefault(peer.id, set()), set[int]()
-        handles: list[Handle | None] = []
-        for buffer, index in zip(buffers, indices, strict=True):
-            offered = None if index is None else exports.offer(buffer, index)
-            if offered is not None:
-                offered.address_to(known, sent)
-            handles.append(offered)
-        return handles
+        return [
+            None if index is None else exports.offer(buffer, index)
+            for buffer, index in zip(buffers, indices, strict=True)
+        ]
 
     def _are_done(self, driver: Driver, devices: set[int]) -> bool:
         """Whether the work on this thread's current streams is done, now or in a moment."""
@@ -718,7 +596,7 @@ class CudaIpc(Channel):
             torch.OutOfMemoryError: A device here has too little memory.
         """
         imports = self._imports_of(peer)
-        places = [_learn(imports, entry) for entry in entries]
+        places = [_place(entry.content) for entry in entries]
         sizes = [entry.size_bytes for entry in entries]
         devices = [_index(entry.device) for entry in entries]
         try:
@@ -731,13 +609,6 @@ class CudaIpc(Channel):
         except torch.OutOfMemoryError as error:
             raise out_of_memory(self._home.name, peer, sum(sizes), error) from None
 
-    def drop(self, peer: Peer, token: int, entries: Sequence[Entry]) -> None:
-        """Keeps the handles of a message nevertheless: the sender takes them as known."""
-        if self._driver is not None:
-            imports = self._imports_of(peer)
-            for entry in entries:
-                _learn(imports, entry)
-
     def _imports_of(self, peer: Peer) -> Imports:
         if self._driver is None:
             raise CannotGet(NO_CUDA)
@@ -749,34 +620,17 @@ class CudaIpc(Channel):
 
     # Housekeeping
 
-    def _on_freed(self, peer: Peer, control: Buffer) -> None:
-        # Decoded here, so that a malformed message is a violation; ending a mapping may block.
-        self._home.reactor.submit(self._forget, peer, decode_ints(control))
-
-    def _forget(self, peer: Peer, numbers: Sequence[int]) -> None:
-        """Ends the mappings of allocations that a peer has freed."""
-        imports = self._imports.get(peer.id)
-        if imports is not None:
-            imports.forget(numbers)
-
     def tick(self, now_s: float) -> None:
-        """Ends mappings that are not used, and tells peers of allocations that are gone."""
+        """Ends mappings that are not used, and forgets allocations that are gone."""
         for worker, imports in list(self._imports.items()):
             imports.trim(self._home.idle_s)
             if self._home.peers[worker].is_over and imports.is_empty:
                 self._imports.pop(worker, None)
-        if self._exports is None or not self._known:
-            return
-        gone = self._exports.forget_freed()
-        for worker, known in list(self._known.items()):
-            numbers = sorted(known.intersection(gone))
-            known.difference_update(numbers)
-            if numbers:
-                self._home.post(self._home.peers[worker], Kind.DEVICE_FREED, encode_ints(*numbers))
+        if self._exports is not None:
+            self._exports.forget_freed()
 
     def lost(self, peer: Peer) -> None:
         """Ends the mappings of a lost worker's memory."""
-        self._known.pop(peer.id, None)
         imports = self._imports.get(peer.id)
         if imports is not None:
             imports.close()
@@ -794,13 +648,10 @@ def out_of_memory(name: str, peer: Peer, size_bytes: int, error: Exception) -> E
     )
 
 
-def _learn(imports: Imports, entry: Entry) -> Place:
-    """Returns the place in a handle; keeps the handles of allocations and events in it."""
-    place, rest = entry.content[: _PLACE.size], entry.content[_PLACE.size :]
-    if len(place) != _PLACE.size or len(rest) % _HANDLE.size:
-        raise ProtocolError(f"a handle of device memory has {len(entry.content)} bytes")
-    imports.learn(SharedHandle(*fields) for fields in _HANDLE.iter_unpack(rest))
-    return Place(*_PLACE.unpack(place))
+def _place(content: bytes) -> Place:
+    if len(content) != _PLACE.size:
+        raise ProtocolError(f"a handle of device memory has {len(content)} bytes")
+    return Place(*_PLACE.unpack(content))
 
 
 def _index(device: torch.device | None) -> int:

@@ -462,81 +462,76 @@ class Uploads:
 
     def __init__(self, pool: BufferPool, locks: PageLocks) -> None:
         self._pool = pool
-        self.locks = locks
+        self._locks = locks
         self._lock = threading.RLock()
 
-    def batch(self) -> UploadBatch:
-        """Returns a set of copies that are waited for together."""
-        return UploadBatch(self)
+    def to_devices(
+        self, memories: Sequence[memoryview], devices: Sequence[torch.device]
+    ) -> list[Tensor]:
+        """Copies contiguous memory of the host, each to the device given; see ``copy_to_devices``.
 
-    def lock_pages(self, host: Tensor, device: torch.device) -> None:
+        Args:
+            memories: The sources, which must not change meanwhile.
+            devices: Their devices.
+        """
+        sources = [as_tensor(memory) for memory in memories]
+        for source, device in zip(sources, devices, strict=True):
+            if source.numel() >= LOCKED_FROM_BYTES:
+                self._lock_pages(source.data_ptr(), device)
+        return copy_to_devices(self._locks.calls, sources, devices)
+
+    def _lock_pages(self, address: int, device: torch.device) -> None:
         """Page-locks the slab of a copy's source, if that is useful and possible."""
-        if host.numel() < LOCKED_FROM_BYTES:
-            return
-        slab = self._pool.slab_at(host.data_ptr())
+        slab = self._pool.slab_at(address)
         if slab is None or slab.unlock is not None or not self._pool.keeps(slab):
             return
         with self._lock:
             if slab.unlock is None:
-                lock = self.locks.lock(slab.address, slab.size_bytes, device)
+                lock = self._locks.lock(slab.address, slab.size_bytes, device)
                 if isinstance(lock, PageLock):
                     slab.unlock = lock.release
 
 
-class UploadBatch:
-    """Copies to devices that are waited for together. One thread at a time may use it.
+def copy_to_devices(
+    calls: GpuCalls, sources: Sequence[Tensor], devices: Sequence[torch.device]
+) -> list[Tensor]:
+    """Copies tensors of bytes to new memory, each on the device given. Blocks until that is done.
+
+    The copies run on side streams: they do not wait for earlier work of this thread. The new memory
+    is for the current streams of this thread.
 
     Args:
-        uploads: The worker's copies.
+        calls: Makes the calls of CUDA.
+        sources: Flat tensors of bytes, on the host or on a device.
+        devices: The devices of the copies.
+
+    Raises:
+        torch.OutOfMemoryError: A device has too little memory.
     """
-
-    def __init__(self, uploads: Uploads) -> None:
-        self._uploads = uploads
-        self._calls = uploads.locks.calls
-        self._sources: list[Tensor] = []
-        self._marks: dict[torch.device, Mark] = {}
-
-    def add(self, memory: memoryview | Tensor, device: torch.device) -> Tensor:
-        """Enqueues a copy; returns its tensor, which has no content before ``wait`` returns.
-
-        Args:
-            memory: Contiguous memory, or a flat tensor of bytes on the CPU; it must not change
-                before ``wait`` returns.
-            device: The device.
-        """
-        calls, device = self._calls, self._calls.device_of(device)
-        host = as_tensor(memory)
-        if host.numel() <= SMALL_BYTES:
-            return calls.upload_small(host, device)
-        self._uploads.lock_pages(host, device)
-        with calls.on_copy_stream(device):
-            tensor = calls.new(host.numel(), device)
-            if host.numel():
-                # Kept until the end of the copy: the memory would return to its pool.
-                self._sources.append(host)
-                calls.copy(host, tensor)
-                sleeps = host.numel() >= _UPLOAD_SLEEPS_FROM_BYTES
-                self._marks[device] = calls.mark(device, sleeps=sleeps)
-        calls.use_on_current_stream(tensor)
-        return tensor
-
-    def wait(self) -> None:
-        """Blocks until all copies have ended."""
-        for mark in self._marks.values():
+    copies: list[Tensor] = []
+    marks: dict[torch.device, Mark] = {}
+    try:
+        for source, wanted in zip(sources, devices, strict=True):
+            size_bytes, is_on_host, device = source.numel(), source.is_cpu, calls.device_of(wanted)
+            if is_on_host and size_bytes <= SMALL_BYTES:
+                copies.append(calls.upload_small(source, device))
+                continue
+            with calls.on_copy_stream(device):
+                copy = calls.new(size_bytes, device)
+                calls.copy(source, copy)
+                sleeps = is_on_host and size_bytes >= _UPLOAD_SLEEPS_FROM_BYTES
+                marks[device] = calls.mark(device, sleeps=sleeps)
+            calls.use_on_current_stream(copy)
+            copies.append(copy)
+    finally:
+        # Also after a failure: the sources must not be in use once this function has ended.
+        for mark in marks.values():
             mark.synchronize()
-        self._marks.clear()
-        self._sources.clear()
-
-    def __del__(self) -> None:
-        # A batch that failed half-way: its memory must not be reused under a copy.
-        if self._marks:
-            self.wait()
+    return copies
 
 
-def as_tensor(memory: memoryview | Tensor) -> Tensor:
+def as_tensor(memory: memoryview) -> Tensor:
     """Returns host memory as a flat tensor of bytes, which shares it unless it is read-only."""
-    if isinstance(memory, Tensor):
-        return memory
     if not memory.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)

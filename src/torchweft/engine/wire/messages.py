@@ -74,7 +74,6 @@ class Kind(enum.IntEnum):
     POST = 23
     REPORT = 26
     DUMP = 27
-    DEVICE_FREED = 28
     REMOTE_MEMORY = 29
     PASS_SPAN = 31
     VOUCHER = 32

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.engine.channels.cuda import HANDLE_BYTES, Driver, DriverError, Range
+from torchweft.engine.channels.cuda import HANDLE_BYTES, Driver, DriverError
 
 
 class Stream:
@@ -106,8 +106,8 @@ class FakeDriver(Driver):
     def open_event(self, handle: bytes, device: int) -> Any:
         return Stream(self)
 
-    def pull(self, ranges: list[Range], devices: list[int]) -> list[Tensor]:
+    def pull(self, sources: list[Tensor], devices: list[int]) -> list[Tensor]:
         self.pulls += 1
         if self.memory_is_short:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return [each.memory.narrow(0, each.offset, each.size_bytes).clone() for each in ranges]
+        return [each.clone() for each in sources]

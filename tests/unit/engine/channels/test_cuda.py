@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator
 
@@ -245,19 +244,18 @@ def test_a_range_beyond_the_allocation_is_refused(
     assert "offers 4000 bytes at 8 of an allocation of 4000" in str(error)
 
 
-def test_the_mapping_of_freed_memory_ends(
+def test_freed_memory_is_forgotten(
     driver: FakeDriver, pair: list[Member], received: Received
 ) -> None:
-    pair[1].agent.channels.of(CudaIpc)._home = dataclasses.replace(
-        pair[1].agent.channels._home, idle_s=1000.0
-    )
+    exports = pair[0].agent.channels.of(CudaIpc)._exports
+    assert exports is not None
     tensor = driver.allocate(torch.randn(1000))
     send(pair, [tensor])
     check(received.next(), [tensor])
-    known = pair[0].agent.channels.of(CudaIpc)._known
-    wait_until(lambda: known[pair[0].peer(pair[1]).id])  # Until then, the sender keeps the memory.
-    assert len(driver.opened) == 1
+    exports.forget_freed()
+    assert len(exports._allocations) == 1
     driver.free(tensor)
+    wait_until(lambda: not exports._allocations)
     wait_until(lambda: not driver.opened)
 
 
@@ -296,29 +294,10 @@ def test_without_an_event_the_sender_waits_for_its_own_work(
     check(received.next(), [tensor])
 
 
-def test_handles_go_along_until_a_message_with_them_has_arrived(
+def test_each_message_can_be_read_alone(
     driver: FakeDriver, pair: list[Member], received: Received
 ) -> None:
-    first, second = pair
-    peer = first.peer(second)
-    first.agent.connect(peer)
-    wait_until(lambda: uses_devices(peer))
-    tensor = driver.allocate(torch.randn(1000))
-
-    def size() -> int:
-        frame = first.tensor_messages.encode(peer, Kind.CALL, 0, 7, FRONT, [tensor])
-        return sum(memoryview(part).nbytes for part in frame)
-
-    before = size()
-    assert size() == before
-    send(pair, [tensor])
-    check(received.next(), [tensor])
-    wait_until(lambda: size() < before)
-
-
-def test_handles_of_a_message_that_was_not_read_are_known(
-    driver: FakeDriver, pair: list[Member]
-) -> None:
+    """Messages before it may be read later, or never."""
     tensor = driver.allocate(torch.randn(1000))
     unread = Received(pair[1], fetches=False)
     send(pair, [tensor])

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
-from tests.memory_counts import pool_counts
 from tests.unit.engine.channels.fake_gpu import UNTOUCHED, FakeGpu
 from torchweft.engine.channels.device_copies import LOCKED_FROM_BYTES, PageLock, PageLocks, Uploads
 from torchweft.engine.channels.memory import BufferPool, address_of, slab_size
@@ -34,12 +31,8 @@ def uploads(pool: BufferPool, locks: PageLocks) -> Uploads:
     return Uploads(pool, locks)
 
 
-def to_device(
-    uploads: Uploads, memory: memoryview | torch.Tensor, device: torch.device
-) -> torch.Tensor:
-    batch = uploads.batch()
-    tensor = batch.add(memory, device)
-    batch.wait()
+def to_device(uploads: Uploads, memory: memoryview, device: torch.device) -> torch.Tensor:
+    [tensor] = uploads.to_devices([memory], [device])
     return tensor
 
 
@@ -72,7 +65,7 @@ def test_a_slab_is_locked_once_and_unlocked_before_it_is_unmapped(
     memory = filled(pool, 3 * MIB)
     to_device(uploads, memory, DEVICE)
     assert gpu.registered == {address_of(memory): slab_size(3 * MIB)}
-    to_device(uploads, torch.frombuffer(memory, dtype=torch.uint8), DEVICE)
+    to_device(uploads, memory, DEVICE)
     del memory
     again = filled(pool, 3 * MIB)
     to_device(uploads, again, DEVICE)
@@ -131,40 +124,39 @@ def test_no_more_than_the_limit_is_locked(
     assert "WEFT_PINNED_LIMIT_BYTES" in refused
 
 
-def test_a_batch_waits_once_and_keeps_its_memory_until_then(
+def test_the_copies_of_a_message_are_waited_for_together(
     gpu: FakeGpu, pool: BufferPool, uploads: Uploads
 ) -> None:
-    batch = uploads.batch()
-    memory = filled(pool, 2 * MIB)
-    expected = bytes(memory)
-    tensors = [batch.add(memory, DEVICE), batch.add(filled(pool, 100_000), DEVICE)]
-    del memory
-    gc.collect()
-    assert pool_counts(pool).leased_count == 2
-    assert tensors[0][0] == UNTOUCHED
-    batch.wait()
+    memories = [filled(pool, 2 * MIB), filled(pool, 100_000)]
+    tensors = uploads.to_devices(memories, [DEVICE, DEVICE])
     assert gpu.waits == 1
-    assert bytes(tensors[0].numpy().data) == expected
-    assert pool_counts(pool).leased_count == 0
+    for tensor, memory in zip(tensors, memories, strict=True):
+        assert bytes(tensor.numpy().data) == bytes(memory)
 
 
 def test_small_memory_is_taken_at_once(gpu: FakeGpu, pool: BufferPool, uploads: Uploads) -> None:
-    batch = uploads.batch()
     memory = filled(pool, 1000)
-    expected = bytes(memory)
-    tensor = batch.add(memory, DEVICE)
-    memory[:] = bytes(1000)
-    batch.wait()
-    assert bytes(tensor.numpy().data) == expected
+    assert bytes(to_device(uploads, memory, DEVICE).numpy().data) == bytes(memory)
     assert (gpu.log, gpu.waits) == (["upload 1000"], 0)
 
 
-def test_a_batch_that_is_dropped_waits(gpu: FakeGpu, pool: BufferPool, uploads: Uploads) -> None:
-    batch = uploads.batch()
-    batch.add(filled(pool, 100_000), DEVICE)
-    del batch
+def test_copies_that_have_begun_are_waited_for_after_a_failure(
+    gpu: FakeGpu, pool: BufferPool, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, made = gpu.new, list[torch.Tensor]()
+
+    def fail_later(size_bytes: int, device: torch.device) -> torch.Tensor:
+        if made:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        made.append(new(size_bytes, device))
+        return made[0]
+
+    monkeypatch.setattr(gpu, "new", fail_later)
+    memory = filled(pool, 100_000)
+    with pytest.raises(torch.OutOfMemoryError):
+        uploads.to_devices([memory, memory], [DEVICE, DEVICE])
     assert gpu.waits == 1
-    assert pool_counts(pool).leased_count == 0
+    assert bytes(made[0].numpy().data) == bytes(memory)
 
 
 def test_a_lock_ends_once(gpu: FakeGpu, locks: PageLocks) -> None:
