@@ -110,9 +110,6 @@ class Handle:
         memory: memoryview = self.kept
         return memory
 
-    def acknowledge(self) -> None:
-        """Notes that the receiver has read this handle."""
-
     def take_back(self) -> None:
         """Notes that the message will not be sent."""
 

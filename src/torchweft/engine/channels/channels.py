@@ -197,18 +197,11 @@ class Held:
             held[:] = [each for each in held if each[0] is not channel]
         return taken
 
-    def release(self, token: int, *, is_sent: bool = True) -> None:
-        """Lets go of a message; does nothing the second time.
-
-        Args:
-            token: The message.
-            is_sent: Whether the peer has the message, and so has read its handles.
-        """
+    def release(self, token: int) -> None:
+        """Lets go of a message; does nothing the second time."""
         with self._lock:
-            released = self._held.pop(token, ())
-        if is_sent:
-            for _, handle in released:
-                handle.acknowledge()
+            released = self._held.pop(token, None)
+        del released  # Outside the lock: the end of a tensor may run any code.
 
     def close(self) -> None:
         """Lets go of everything, now and in future: the peer will get no more."""
@@ -400,7 +393,7 @@ class Parcel:
 
     def take_back(self) -> None:
         """Releases the buffers of a message that will not be sent."""
-        self._peer.held.release(self.token, is_sent=False)
+        self._peer.held.release(self.token)
         for _, handles in self.taken:
             for handle in handles:
                 handle.take_back()

@@ -65,8 +65,7 @@ from torchweft.free_threading import shared_count
 
 Lease = Callable[[int], memoryview]
 SLAB = struct.Struct("<IQ")
-"""Begins a handle: number and size of a slab. Its description follows where the receiver may not
-have it."""
+"""Begins a handle: number and size of a slab. The description of the slab follows."""
 
 NO_DEVICE = "there is no RDMA device with an active port here"
 """The obstacle of most hosts."""
@@ -81,7 +80,7 @@ _DIGEST_BYTES = 32
 _TRIAL_READS = 5
 
 # The steps of the trial, the first byte of a ``REMOTE_MEMORY``.
-OFFER, ANSWER, TRIAL, TRIED, REFUSED, ENDED = [bytes((number,)) for number in range(1, 7)]
+OFFER, ANSWER, TRIAL, TRIED, REFUSED = [bytes((number,)) for number in range(1, 6)]
 
 
 class TransportFailed(CannotGet):
@@ -272,7 +271,6 @@ class Slab:
         registration: The registration.
         size_bytes: Its size.
         description: The bytes with which the peer can read it; empty for a slab of a receiver.
-        is_described: Whether the peer has the description for certain.
         is_counted: Whether it is within the budget.
         is_used_up: Whether the peer may read it for ever, so that it is not used again.
         idle_since_s: When it came back.
@@ -284,7 +282,6 @@ class Slab:
         self.registration = registration
         self.size_bytes = memory.nbytes
         self.description = b""
-        self.is_described = False
         self.is_counted = self.is_used_up = False
         self.idle_since_s = 0.0
 
@@ -295,9 +292,7 @@ class Staged(Handle):
     __slots__ = ("_slab",)
 
     def __init__(self, slab: Slab, memory: memoryview) -> None:
-        content = SLAB.pack(slab.number, slab.size_bytes)
-        if not slab.is_described:
-            content += slab.description
+        content = SLAB.pack(slab.number, slab.size_bytes) + slab.description
         super().__init__(content, memory.nbytes, memory)
         self._slab = slab
 
@@ -305,9 +300,6 @@ class Staged(Handle):
         """Returns the copy. The slab is not used again: the peer may still be reading it."""
         self._slab.is_used_up = True
         return super().memory()
-
-    def acknowledge(self) -> None:
-        self._slab.is_described = True
 
 
 class Slabs:
@@ -373,11 +365,7 @@ class Slabs:
             MemoryError: The system has no memory left.
         """
         slab_bytes = self.size_for(size_bytes)
-        slab = self._take(slab_bytes)
-        if slab is None:
-            slab = self._make(slab_bytes)
-            slab.is_counted = self._count(slab_bytes)
-        return slab
+        return self._take(slab_bytes) or self._make(slab_bytes)
 
     def lend(self, slab: Slab, size_bytes: int) -> memoryview:
         """Returns the start of a slab, which comes back when the last view of it has ended."""
@@ -447,65 +435,55 @@ class Slabs:
 # The channel
 
 
-class _Sending:
-    """The way to one peer.
+class _Way:
+    """The way to one peer, or from it.
 
     Attributes:
-        begun_s: When its trial began.
-        slabs: Its slabs; None until its endpoint is open.
+        slabs: The slabs of its endpoint.
         trial: The digest of what the peer is to read; empty until it is told to.
         staged: The slab of the trial.
         is_proven: Whether the trial has passed.
         failure: Why it is not used any more.
     """
 
-    def __init__(self) -> None:
-        self.begun_s = time.monotonic()
-        self.endpoint: Endpoint | None = None
-        self.slabs: Slabs | None = None
+    def __init__(self, endpoint: Endpoint, lease: Lease, budget: Budget) -> None:
+        self.endpoint = endpoint
+        self.slabs = Slabs(endpoint, lease, budget)
         self.trial = b""
         self.staged: Staged | None = None
         self.is_proven = False
         self.failure = ""
-
-
-class _Receiving:
-    """The way from one peer.
-
-    Attributes:
-        failure: Why it is not used any more.
-    """
-
-    def __init__(self, endpoint: Endpoint, slabs: Slabs) -> None:
-        self.endpoint = endpoint
-        self.slabs = slabs
-        self.failure = ""
-        self._known: dict[int, tuple[int, bytes]] = {}
         self._remotes: dict[int, Any] = {}
-
-    def learn(self, content: bytes) -> int:
-        """Returns the number of the slab in a handle; keeps its size and description."""
-        if len(content) < SLAB.size:
-            raise ProtocolError(f"a handle of a slab has {len(content)} bytes")
-        number, size_bytes = SLAB.unpack_from(content)
-        if len(content) > SLAB.size:
-            self._known.setdefault(number, (size_bytes, content[SLAB.size :]))
-        return int(number)
 
     def read(self, entry: Entry, into: Slab, limit_s: float) -> Transfer:
         """Begins to read a slab of the peer."""
-        number = self.learn(entry.content)
-        known = self._known.get(number)
-        if known is None or known[0] < entry.size_bytes:
+        number, slab_bytes = _slab_in(entry.content)
+        if slab_bytes < entry.size_bytes:
             raise ProtocolError(
-                f"{entry.size_bytes} bytes are announced in slab {number}, which "
-                + ("is not described" if known is None else f"has {known[0]}")
+                f"{entry.size_bytes} bytes are announced in slab {number}, which has {slab_bytes}"
             )
         remote = self._remotes.get(number)
         if remote is None:
-            remote = self.endpoint.remote(into.registration, known[1])
+            remote = self.endpoint.remote(into.registration, entry.content[SLAB.size :])
             self._remotes[number] = remote
         return self.endpoint.read(into.registration, entry.size_bytes, remote, limit_s)
+
+    def close(self, limit_s: float) -> None:
+        """Ends the transport, and forgets its slabs. Blocks until ``limit_s`` at most."""
+        self.endpoint.close(limit_s)
+        self.slabs.close()
+
+
+_Ways = dict[int, _Way | None]
+"""The ways to peers, or from them, by the peers' ids; None for those that are being opened."""
+
+
+def _slab_in(content: bytes) -> tuple[int, int]:
+    """Returns the number and the size of the slab that a handle names."""
+    if len(content) <= SLAB.size:
+        raise ProtocolError(f"a handle of a slab has {len(content)} bytes")
+    number, size_bytes = SLAB.unpack_from(content)
+    return number, size_bytes
 
 
 class Rdma(Channel):
@@ -524,9 +502,9 @@ class Rdma(Channel):
         self._trial_s = knobs.RDMA_TRIAL_S.get()
         self._stall_s = knobs.RDMA_STALL_S.get()
         self._lock = threading.RLock()
-        self._sending: dict[int, _Sending] = {}
-        self._receiving: dict[int, _Receiving] = {}
-        self._ending: list[_Sending | _Receiving] = []
+        self._sending: _Ways = {}
+        self._receiving: _Ways = {}
+        self._ending: list[_Way] = []
         self._is_closed = False
         home.on(Kind.REMOTE_MEMORY, self._on_step)
 
@@ -551,11 +529,10 @@ class Rdma(Channel):
         """
         if max([buffer.nbytes for buffer in buffers]) < self.from_bytes:
             return ()
+        if peer.id not in self._sending and not self._reserve(peer, self._sending):
+            self._home.reactor.submit(self._offer, peer)
         sending = self._sending.get(peer.id)
-        if sending is None:
-            self._begin(peer)
-            return ()
-        if not sending.is_proven or sending.slabs is None:
+        if sending is None or not sending.is_proven:
             return ()
         handles: list[Handle | None] = [None] * len(buffers)
         try:
@@ -565,46 +542,43 @@ class Rdma(Channel):
         except MemoryError:
             pass
         except TransportFailed as error:
-            self._fail_sending(peer, sending, str(error))
+            self._fail_sending(peer, str(error))
         return handles
 
-    def _begin(self, peer: Peer) -> None:
+    def _reserve(self, peer: Peer, ways: _Ways) -> str:
+        """Reserves a way for a peer; returns why there cannot be one."""
         with self._lock:
-            is_late = self._is_closed or peer.is_over or peer.id in self._sending
-            if is_late or self._has_no_way_left:
-                return
-            sending = self._sending[peer.id] = _Sending()
-        self._home.reactor.submit(self._offer, peer, sending)
+            if self._is_closed or peer.is_over or peer.id in ways:
+                return "it has RDMA with this worker already, or shuts down"
+            if len(self._sending) + len(self._receiving) >= self._way_limit:
+                return f"it has RDMA with {self._way_limit} workers, and may have no more"
+            ways[peer.id] = None
+        return ""
 
-    @property
-    def _has_no_way_left(self) -> bool:
-        return len(self._sending) + len(self._receiving) >= self._way_limit
+    def _open(self, peer: Peer, ways: _Ways) -> _Way:
+        """Opens this side's end of a reserved way; a backend may take a second to start."""
+        way = _Way(open_endpoint(), self._home.pool.lease, self._budget)
+        with self._lock:
+            if peer.id in ways:
+                ways[peer.id] = way
+                return way
+        way.close(_CLOSE_LIMIT_S)
+        raise TransportFailed("the peer is lost, or this worker shuts down")
 
-    def _offer(self, peer: Peer, sending: _Sending) -> None:
-        """Opens this side's end; a task, since a backend may take a second to start."""
+    def _offer(self, peer: Peer, _: object) -> None:
         with self._home.reactor.idling():
             try:
-                endpoint = open_endpoint()
-                slabs = Slabs(endpoint, self._home.pool.lease, self._budget)
-                with self._lock:
-                    is_late = self._is_closed or self._sending.get(peer.id) is not sending
-                    if not is_late:
-                        sending.endpoint, sending.slabs = endpoint, slabs
-                if is_late:
-                    endpoint.close(_CLOSE_LIMIT_S)
-                    return
-                self._tell(peer, OFFER, endpoint.bind())
+                self._tell(peer, OFFER, self._open(peer, self._sending).endpoint.bind())
             except TransportFailed as error:
-                self._fail_sending(peer, sending, str(error))
+                self._fail_sending(peer, str(error))
 
-    def _fail_sending(self, peer: Peer, sending: _Sending, reason: str) -> None:
+    def _fail_sending(self, peer: Peer, reason: str) -> None:
         with self._lock:
-            if sending.failure or self._sending.get(peer.id) is not sending:
-                return
-            sending.failure = reason
-            sending.is_proven = False
+            sending = self._sending.get(peer.id)
+            if sending is not None:
+                sending.failure = reason
+                sending.is_proven = False
         self._home.give_up(peer, self, reason)
-        self._tell(peer, ENDED, b"")
 
     # The trial
 
@@ -618,7 +592,7 @@ class Rdma(Channel):
     def _take_step(self, peer: Peer, control: bytes) -> None:
         step, content = control[:1], control[1:]
         with self._home.reactor.idling():
-            if step in (OFFER, TRIAL, ENDED):
+            if step in (OFFER, TRIAL):
                 self._on_step_of_sender(peer, step, content)
             else:
                 self._on_step_of_receiver(peer, step, content)
@@ -628,30 +602,18 @@ class Rdma(Channel):
         try:
             if step == OFFER:
                 self._tell(peer, ANSWER, self._answer(peer, content))
-            elif step == TRIAL:
-                self._tell(peer, TRIED, self._try(peer, content))
             else:
-                self._stop_receiving(peer, "its sender has given it up")
-        except (WeftError, MemoryError, struct.error) as error:
+                self._tell(peer, TRIED, self._try(peer, content))
+        except (WeftError, MemoryError) as error:
             self._stop_receiving(peer, str(error))
             self._tell(peer, REFUSED, str(error).encode())
 
     def _answer(self, peer: Peer, url: bytes) -> bytes:
         """Opens this side's end and connects it; returns what the sender connects to."""
-        endpoint = open_endpoint()
-        slabs = Slabs(endpoint, self._home.pool.lease, self._budget)
-        with self._lock:
-            is_late = self._is_closed or peer.is_over or peer.id in self._receiving
-            is_taken = not is_late and not self._has_no_way_left
-            if is_taken:
-                self._receiving[peer.id] = _Receiving(endpoint, slabs)
-        if not is_taken:
-            endpoint.close(_CLOSE_LIMIT_S)
-            raise TransportFailed(
-                f"it has RDMA with {self._way_limit} workers, and may have no more"
-                if not is_late
-                else "it has RDMA with this worker already, or shuts down"
-            )
+        obstacle = self._reserve(peer, self._receiving)
+        if obstacle:
+            raise TransportFailed(obstacle)
+        endpoint = self._open(peer, self._receiving).endpoint
         own = endpoint.bind()
         endpoint.connect(url)
         return own
@@ -664,7 +626,7 @@ class Rdma(Channel):
         receiving = self._receiving.get(peer.id)
         if receiving is None:
             raise ProtocolError("a trial needs an offer before")
-        entry = Entry(self.number, SLAB.unpack_from(content)[1], content)
+        entry = Entry(self.number, _slab_in(content)[1], content)
         limit_s = min(self._trial_s, self._stall_s)
         durations_s: list[float] = []
         buffers: list[memoryview] = []
@@ -682,22 +644,23 @@ class Rdma(Channel):
 
     def _on_step_of_receiver(self, peer: Peer, step: bytes, content: bytes) -> None:
         sending = self._sending.get(peer.id)
-        if sending is None or sending.endpoint is None or sending.slabs is None:
+        if sending is None:
             return
         try:
             if step == ANSWER and not sending.trial:
                 sending.endpoint.connect(content)
-                self._tell(peer, TRIAL, self._trial(sending, sending.slabs))
+                self._tell(peer, TRIAL, self._trial(sending))
             elif step == TRIED and sending.trial:
                 self._judge(peer, sending, content)
             elif step == REFUSED:
                 reason = content.decode(errors="replace")
                 raise TransportFailed(f"worker {peer.name!r} cannot: {reason}")
         except (TransportFailed, MemoryError) as error:
-            self._fail_sending(peer, sending, str(error))
+            self._fail_sending(peer, str(error))
 
-    def _trial(self, sending: _Sending, slabs: Slabs) -> bytes:
+    def _trial(self, sending: _Way) -> bytes:
         """Fills a slab with random bytes; returns the handle with which the receiver reads it."""
+        slabs = sending.slabs
         content = bytearray(os.urandom(slabs.size_for(1)))
         staged = slabs.put(torch.frombuffer(content, dtype=torch.uint8), self._home.copier)
         if staged is None:
@@ -706,12 +669,10 @@ class Rdma(Channel):
         sending.trial = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
         return staged.content
 
-    def _judge(self, peer: Peer, sending: _Sending, digest: bytes) -> None:
+    def _judge(self, peer: Peer, sending: _Way, digest: bytes) -> None:
         if digest != sending.trial:
             raise TransportFailed(f"worker {peer.name!r} read other bytes than there were")
-        if sending.staged is not None:
-            sending.staged.acknowledge()
-            sending.staged = None  # The slab comes back.
+        sending.staged = None  # The slab comes back.
         with self._lock:
             if sending.failure:
                 return
@@ -722,22 +683,13 @@ class Rdma(Channel):
 
     def get(self, peer: Peer, token: int, entries: Sequence[Entry]) -> Sequence[memoryview]:
         receiving = self._of(peer)
-        for entry in entries:
-            receiving.learn(entry.content)
         try:
             return self._read(peer, receiving, entries, self._stall_s)
         except CannotGet as error:
             self._stop_receiving(peer, str(error))
             raise TransportFailed(str(error)) from error
 
-    def drop(self, peer: Peer, token: int, entries: Sequence[Entry]) -> None:
-        """Keeps the descriptions of a message nevertheless: the sender takes them as known."""
-        receiving = self._receiving.get(peer.id)
-        if receiving is not None:
-            for entry in entries:
-                receiving.learn(entry.content)
-
-    def _of(self, peer: Peer) -> _Receiving:
+    def _of(self, peer: Peer) -> _Way:
         receiving = self._receiving.get(peer.id)
         if receiving is None:
             if peer.is_over:
@@ -746,7 +698,7 @@ class Rdma(Channel):
         return receiving
 
     def _read(
-        self, peer: Peer, receiving: _Receiving, entries: Sequence[Entry], limit_s: float
+        self, peer: Peer, receiving: _Way, entries: Sequence[Entry], limit_s: float
     ) -> list[memoryview]:
         if receiving.failure:
             raise TransportFailed(receiving.failure)
@@ -769,25 +721,22 @@ class Rdma(Channel):
         ]
 
     def _stop_receiving(self, peer: Peer, reason: str) -> None:
-        receiving = self._receiving.get(peer.id)
-        if receiving is not None:
-            receiving.failure = receiving.failure or reason
+        with self._lock:
+            receiving = self._receiving.get(peer.id)
+            if receiving is None:
+                self._receiving.pop(peer.id, None)  # It could not be opened.
+            else:
+                receiving.failure = receiving.failure or reason
 
     # Housekeeping
 
     def tick(self, now_s: float) -> None:
-        """Ends registrations of idle memory, and trials that take too long."""
-        latest_s = time.monotonic() - self._trial_s
-        peers = self._home.peers
-        for worker, sending in list(self._sending.items()):
-            if not sending.is_proven and not sending.failure and sending.begun_s < latest_s:
-                reason = f"a trial had no result within {self._trial_s:.0f} s"
-                self._fail_sending(peers[worker], sending, reason)
-        for worker, receiving in list(self._receiving.items()):
+        """Ends registrations of idle memory."""
+        for receiving in list(filter(None, self._receiving.values())):
             try:
                 receiving.slabs.trim(self._home.idle_s)
             except TransportFailed as error:
-                self._stop_receiving(peers[worker], str(error))
+                receiving.failure = receiving.failure or str(error)
 
     def lost(self, peer: Peer) -> None:
         """Ends the transports with a lost worker, as a task: that waits for their transfers."""
@@ -802,24 +751,22 @@ class Rdma(Channel):
         """Ends all transports: this worker shuts down."""
         with self._lock:
             self._is_closed = True
-            ways = [*self._sending.values(), *self._receiving.values(), *self._ending]
+            found = *self._sending.values(), *self._receiving.values(), *self._ending
             self._sending.clear()
             self._receiving.clear()
+        ways = [way for way in found if way is not None]
         _close(ways, time.monotonic() + _CLOSE_LIMIT_S)
 
-    def _end(self, ways: Sequence[_Sending | _Receiving], _: object) -> None:
+    def _end(self, ways: Sequence[_Way], _: object) -> None:
         with self._home.reactor.idling():
             _close(ways, time.monotonic() + _CLOSE_LIMIT_S)
         with self._lock:
             self._ending = [way for way in self._ending if way not in ways]
 
 
-def _close(ways: Sequence[_Sending | _Receiving], deadline_s: float) -> None:
+def _close(ways: Sequence[_Way], deadline_s: float) -> None:
     for way in ways:
-        if way.endpoint is not None:
-            way.endpoint.close(max(deadline_s - time.monotonic(), 0.0))
-        if way.slabs is not None:
-            way.slabs.close()
+        way.close(max(deadline_s - time.monotonic(), 0.0))
 
 
 def _give_back_ended(slabs: Slabs, transfers: Sequence[tuple[Slab, Transfer]]) -> None:
