@@ -391,7 +391,7 @@ class _Lane:
         self.ended_at = 0
         """The count of ended tasks when the latest task of the lane had ended."""
         self.seen = 0
-        """The count of ended tasks for which the streams of this lane wait."""
+        """The count of ended tasks for which the streams of this lane wait, when it is free."""
 
     def stream(self, device: int) -> Any:
         stream = self.streams.get(device)
@@ -399,16 +399,6 @@ class _Lane:
             # Race: tasks that share the lane may both make a stream; one of the two is used.
             stream = self.streams.setdefault(device, cuda.new_stream(device))
         return stream
-
-
-class Entered(NamedTuple):
-    """What ``ServedStreams.end`` needs to know of ``begin``."""
-
-    lane: _Lane
-    before: dict[int, Any]
-    """The streams that were current before, by device."""
-    device: int
-    """The device that was current before."""
 
 
 class ServedStreams:
@@ -429,7 +419,7 @@ class ServedStreams:
 
     # Tasks
 
-    def begin(self) -> Entered | None:
+    def begin(self) -> Attached | None:
         """Makes side streams current in this thread; they wait for the tasks that have ended.
 
         Returns:
@@ -437,44 +427,14 @@ class ServedStreams:
         """
         if not cuda.is_initialized():
             return None
-        lane, ended = self._take()
-        before: dict[int, Any] = {}
-        device = 0
-        try:
-            device = cuda.current_device()
-            for each in cuda.devices():
-                before[each] = cuda.current_stream(each)
-                stream = lane.stream(each)
-                _await(stream, each, ended)
-                cuda.set_stream(stream)
-            if before:
-                cuda.set_device(device)
-        except Exception:
-            report_failure()
-        return Entered(lane, before, device)
+        task = Attached(self)
+        task.renew()
+        return task
 
-    def end(self, entered: Entered | None) -> None:
+    def end(self, task: Attached | None) -> None:
         """Notes the end of a task's work; restores this thread's streams and its device."""
-        if entered is None:
-            if not cuda.is_initialized():
-                return
-            # CUDA was initialized meanwhile, perhaps by the task.
-            lane, ended = self._take()
-            before: dict[int, Any] = {}
-            device = 0
-        else:
-            (lane, before, device), ended = entered, []
-        try:
-            for each in cuda.devices():
-                _await(lane.stream(each), each, ended)
-                _note_end(lane, each)
-                # A device without a context had its default stream, as it is in every new thread.
-                stream = before.get(each)
-                cuda.set_stream(cuda.default_stream(each) if stream is None else stream)
-            cuda.set_device(device)
-        except Exception:
-            report_failure()
-        self._give_back(lane)
+        # Without a task, CUDA may have been initialized meanwhile, perhaps by the task.
+        (Attached(self) if task is None else task).close()
 
     def carried(self, function: Callable[[], T]) -> Callable[[], T]:
         """Returns a function for another thread, which runs it on side streams, after this one."""
@@ -492,14 +452,8 @@ class ServedStreams:
 
         return run
 
-    # Threads that live longer than a task
-
-    def attach(self) -> Attached:
-        """Returns streams for this thread, which runs code of the program as long as it lives."""
-        return Attached(self)
-
-    def _take(self) -> tuple[_Lane, list[_Lane]]:
-        """Returns a lane, and those other lanes for whose tasks it does not wait yet."""
+    def _take(self) -> tuple[_Lane, int]:
+        """Returns a lane, and the count of ended tasks for which it waits already."""
         with self._lock:
             if self._free:
                 lane = self._lanes[heapq.heappop(self._free)]
@@ -511,28 +465,26 @@ class ServedStreams:
                 self._next_shared = (self._next_shared + 1) % self._most
             users = self._in_use.get(lane.number, 0)
             self._in_use[lane.number] = users + 1
-            if users:
-                # The task that has the lane may not have made its streams wait yet.
-                return lane, self._ended_after(0, lane)
-            seen, lane.seen = lane.seen, self._ended
-            return lane, self._ended_after(seen, lane)
-
-    def _ended_after(self, seen: int, lane: _Lane) -> list[_Lane]:
-        return [each for each in self._lanes if each.ended_at > seen and each is not lane]
+            # Another user of the lane may not have made its streams wait yet.
+            return lane, 0 if users else lane.seen
 
     def _look(self, seen: int, lane: _Lane) -> tuple[int, list[_Lane]]:
+        """Returns the count of ended tasks, and the other lanes that have ended one since."""
         with self._lock:
-            return self._ended, self._ended_after(seen, lane)
+            return self._ended, [
+                each for each in self._lanes if each.ended_at > seen and each is not lane
+            ]
 
     def _publish(self, lane: _Lane) -> None:
         with self._lock:
             self._ended += 1
             lane.ended_at = self._ended
 
-    def _give_back(self, lane: _Lane) -> None:
+    def _give_back(self, lane: _Lane, seen: int) -> None:
         with self._lock:
             self._ended += 1
             lane.ended_at = self._ended
+            lane.seen = max(lane.seen, seen)
             number = lane.number
             self._in_use[number] -= 1
             if not self._in_use[number]:
@@ -558,7 +510,7 @@ def _note_end(lane: _Lane, device: int) -> None:
 
 
 class Attached:
-    """The streams of a thread that serves many calls, such as the event loop. For that thread.
+    """The use of a lane by one thread, for a task or for as long as the thread lives.
 
     Args:
         served: The streams of the worker.
@@ -569,8 +521,10 @@ class Attached:
         self._lane: _Lane | None = None
         self._seen = 0
         """The count of ended tasks for which this thread waits."""
-        self._entered: set[int] = set()
-        """The devices on which the side stream has been made current."""
+        self._before: dict[int, Any] = {}
+        """The streams that were current before, by the devices whose side stream is current."""
+        self._device = 0
+        """The device that was current before."""
 
     def renew(self) -> None:
         """Has the further work of this thread wait for the tasks that have ended.
@@ -585,10 +539,27 @@ class Attached:
         if lane is not None:
             self._served._publish(lane)
 
+    def close(self) -> None:
+        """Publishes, and ends the use: restores this thread's streams and its device."""
+        self._meet(is_published=True)
+        if self._lane is None:
+            return
+        try:
+            for stream in self._before.values():
+                cuda.set_stream(stream)
+            cuda.set_device(self._device)
+        except Exception:
+            report_failure()
+        self._served._give_back(self._lane, self._seen)
+        self._lane = None
+
     def _meet(self, *, is_published: bool) -> _Lane | None:
         if not HAS_CUDA or not cuda.is_initialized():
             return None
-        lane, ended = self._look()
+        if self._lane is None:
+            self._lane, self._seen = self._served._take()
+        lane = self._lane
+        self._seen, ended = self._served._look(self._seen, lane)
         try:
             for each in cuda.devices():
                 stream = lane.stream(each)
@@ -596,8 +567,10 @@ class Attached:
                 current = cuda.current_stream(each)
                 if is_published:
                     _note_end(lane, each)
-                if each not in self._entered:  # This thread may have made the context.
-                    self._enter(each, stream)
+                if each not in self._before:
+                    # While it had no context, its stream was the default one, as in a new thread.
+                    before = cuda.default_stream(each) if is_published else current
+                    self._enter(each, stream, before)
                 elif not is_published and ended and current != stream:
                     # Set by the program, for longer than a call.
                     cuda.wait(current, cuda.record(stream))
@@ -605,22 +578,10 @@ class Attached:
             report_failure()
         return lane
 
-    def close(self) -> None:
-        """Ends the use of the streams: the thread ends."""
-        self.publish()
-        if self._lane is not None:
-            self._served._give_back(self._lane)
-            self._lane = None
-
-    def _look(self) -> tuple[_Lane, list[_Lane]]:
-        """Returns this thread's lane, and the lanes for whose tasks it does not wait yet."""
-        if self._lane is None:
-            self._lane, _ = self._served._take()
-        self._seen, ended = self._served._look(self._seen, self._lane)
-        return self._lane, ended
-
-    def _enter(self, device: int, stream: Any) -> None:
-        self._entered.add(device)
-        before = cuda.current_device()
+    def _enter(self, device: int, stream: Any, before: Any) -> None:
+        current = cuda.current_device()
+        if not self._before:
+            self._device = current
+        self._before[device] = before
         cuda.set_stream(stream)
-        cuda.set_device(before)
+        cuda.set_device(current)

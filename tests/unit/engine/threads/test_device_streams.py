@@ -16,7 +16,6 @@ from tests.fake_cuda import FakeCuda, FakeTensor, fake_cuda
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import (
     Attached,
-    Entered,
     Mark,
     Order,
     ServedStreams,
@@ -246,7 +245,7 @@ def test_who_shares_a_lane_does_not_rely_on_waits_still_to_be_made(cuda: FakeCud
     taken, _ = streams._take()  # A task on another thread, which has not gone on from here.
     shares_first, shares_taken = streams.begin(), streams.begin()
     assert shares_taken is not None
-    assert shares_taken.lane is taken
+    assert shares_taken._lane is taken
     assert cuda.is_ordered(value)
     for each in (shares_taken, shares_first, first):
         streams.end(each)
@@ -383,7 +382,7 @@ class Program:
         self.random = random.Random(seed)
         self.streams = ServedStreams(most_lanes)
         self.places = [threading.local() for _ in range(threads)]
-        self.stacks: list[list[Entered | None]] = [[] for _ in range(threads)]
+        self.stacks: list[list[Attached | None]] = [[] for _ in range(threads)]
         self.began: list[list[int]] = [[] for _ in range(threads)]
         self.values: list[tuple[FakeTensor, Mark | None]] = []
         self.of_ended: list[FakeTensor] = []
