@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torchweft.engine.channels.channels import INLINE, STREAM, Held, Ways
+from torchweft.engine.channels.channel import INLINE, STREAM, Held, Ways
 from torchweft.engine.channels.memory import BufferPool
 from torchweft.engine.channels.shm import SharedPool
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchweft import knobs
-from torchweft.engine.channels.channels import UNTRIED
+from torchweft.engine.channels.channel import UNTRIED
 from torchweft.engine.channels.cuda import NO_CUDA
 from torchweft.engine.channels.rdma import NO_DEVICE
 from torchweft.errors import ConfigurationError

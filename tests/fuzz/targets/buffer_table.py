@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.fuzz.target import Target
 from torchweft.engine.channels.channel import Entry
-from torchweft.engine.channels.channels import FOLLOWS, decode_table, encode_table
+from torchweft.engine.worker.tensor_messages import FOLLOWS, decode_table, encode_table
 from torchweft.errors import ProtocolError
 
 _FOLLOWING = ((), (10,), (10, 300), (0, 0, 5))

@@ -14,7 +14,6 @@ from tests.fuzz.target import Target
 from torchweft.autograd import codec
 from torchweft.autograd.codec import PassMode
 from torchweft.engine.channels.channel import Entry
-from torchweft.engine.channels.channels import decode_table, encode_table
 from torchweft.engine.codec import values
 from torchweft.engine.codec.tensors import (
     as_memory,
@@ -45,6 +44,7 @@ from torchweft.engine.wire.messages import (
     encode_texts,
     pass_span,
 )
+from torchweft.engine.worker.tensor_messages import decode_table, encode_table
 from torchweft.errors import ProtocolError, UnknownFunction, WeftError
 from torchweft.ids import ReferenceId
 

@@ -20,8 +20,11 @@ Rules for a channel:
 
 from __future__ import annotations
 
+import logging
 import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -29,6 +32,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from torchweft import knobs
 from torchweft.engine.channels.device_copies import HostCopies, PageLocks
 from torchweft.engine.channels.memory import BufferPool, Copier
 from torchweft.engine.protocol.observing import VALUE, Wait
@@ -36,7 +40,10 @@ from torchweft.engine.threads.reactor import Reactor, Waiting
 from torchweft.engine.wire.frames import Buffer as Bytes
 from torchweft.engine.wire.messages import Kind
 from torchweft.errors import ProtocolError, WeftError
+from torchweft.free_threading import shared_count
 from torchweft.probe import Facts
+
+_log = logging.getLogger("torchweft")
 
 Received = Bytes | Tensor
 Copies = HostCopies | None
@@ -70,11 +77,18 @@ class Peer(Protocol):
         id: Names its life.
         name: Its name.
         kept: What a channel keeps of it, by the channel's name: it goes with the peer.
+        ways: The channels to and from it.
+        held: What is sent to it.
+        moved: The bytes of tensors that do not go over the link, by ``"sent shm"`` and the like.
     """
 
     id: int
     name: str
+    is_self: bool
     kept: dict[str, Any]
+    ways: Ways
+    held: Held
+    moved: Counter[str]
 
     @property
     def is_over(self) -> bool:
@@ -112,6 +126,51 @@ class Handle:
 
     def take_back(self) -> None:
         """Notes that the message will not be sent."""
+
+
+class Held:
+    """Keeps the handles of messages to one peer until it reports that it has their buffers.
+
+    Nothing is copied: writing to the memory before then may change the data that the peer gets, as
+    with any send that has not completed. Thread-safe.
+
+    Attributes:
+        tokens: Counts the messages; ``next`` returns the token of a new one.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = shared_count(1)
+        self._lock = threading.RLock()
+        self._held: dict[int, list[tuple[Channel, Handle]]] = {}
+        self._is_closed = False
+
+    def hold(self, token: int, handles: list[tuple[Channel, Handle]]) -> None:
+        """Keeps the handles of a message until ``release``."""
+        with self._lock:
+            if not self._is_closed:
+                self._held[token] = handles
+
+    def take(self, token: int, channel: Channel) -> list[Handle]:
+        """Removes and returns the kept handles of a message that go over one channel, in order."""
+        with self._lock:
+            held = self._held.get(token, [])
+            taken = [handle for of, handle in held if of is channel]
+            held[:] = [each for each in held if each[0] is not channel]
+        return taken
+
+    def release(self, token: int) -> None:
+        """Lets go of a message; does nothing the second time."""
+        with self._lock:
+            released = self._held.pop(token, None)
+        del released  # Outside the lock: the end of a tensor may run any code.
+
+    def close(self) -> None:
+        """Lets go of everything, now and in future: the peer will get no more."""
+        with self._lock:
+            self._is_closed = True
+            # Dropped outside the lock: the end of a tensor may run any code.
+            dropped, self._held = self._held, {}
+        dropped.clear()
 
 
 class Entry(NamedTuple):
@@ -178,8 +237,6 @@ class Home:
         detection_s: For how long a connection may be silent.
         dial: Dials a numbered set of connections to a peer; blocks for a limited time.
         lose: Declares a peer lost, with the cause.
-        give_up: Stops sending to a peer over a channel, with the reason.
-        prove: Notes that a channel to a peer has passed its trial.
         check_open: Raises an error if this worker has shut down.
     """
 
@@ -195,8 +252,6 @@ class Home:
     detection_s: float
     dial: Callable[[Any, int, int], list[socket.socket]]
     lose: Callable[[Any, str], None]
-    give_up: Callable[[Any, Channel, str], None]
-    prove: Callable[[Any, Channel], None]
     check_open: Callable[[], None]
 
     def waiting(self, peer: Peer) -> Waiting:
@@ -354,3 +409,101 @@ class Channel:
 
     def close(self, limit_s: float) -> None:
         """Ends the channel: this worker shuts down. Sends waiting data, for at most ``limit_s``."""
+
+
+# The channels of one peer
+
+INLINE, STREAM, LENT = "inline", "stream", "lent"
+"""Names for reports: small and large buffers that follow their message, and shared memory."""
+UNTRIED = "no tensor has been large enough to try it"
+"""The obstacle of a channel that both sides have and that a first tensor tries."""
+_UNCONFIRMED = "the peer has not confirmed yet that it can receive this way"
+
+
+class Ways:
+    """The channels to and from one peer. Thread-safe.
+
+    Attributes:
+        usable: The channels over which buffers are sent to the peer, best first.
+        inline_limit_bytes: The largest buffer that counts as part of its message.
+
+    Args:
+        peer: Name of the peer, for the log.
+        channels: All channels of this worker.
+        verdict: Why each channel cannot receive from the peer here; empty if it can.
+    """
+
+    def __init__(
+        self, peer: str, channels: Sequence[Channel] = (), verdict: Mapping[str, str] | None = None
+    ) -> None:
+        self._peer = peer
+        self._channels = channels
+        self._verdict = dict(verdict or {})
+        self.inline_limit_bytes = knobs.INLINE_LIMIT_BYTES.get()
+        self.usable: tuple[Channel, ...] = ()
+        self._send_obstacles = {each.name: _UNCONFIRMED for each in channels}
+        self._given_up: set[str] = set()
+        self._untried = {each.name for each in channels if each.is_tried}
+        self._lock = threading.RLock()
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """Returns the channels for the host's memory, best first, with their smallest buffers."""
+        return [(each.name, each.from_bytes) for each in self.usable if not each.is_for_devices]
+
+    def verdict(self) -> dict[str, str]:
+        """Returns for the peer why each channel fails here; empty if it works."""
+        return self._verdict
+
+    def confirm(self, verdict: object) -> None:
+        """Applies the peer's verdict: sends from now on by the channels that work there.
+
+        A channel missing in the verdict stays as it is; a channel unknown to this side is ignored.
+
+        Raises:
+            ProtocolError: ``verdict`` is not a verdict.
+        """
+        if not isinstance(verdict, dict) or not all(isinstance(v, str) for v in verdict.values()):
+            raise ProtocolError(f"a peer answers {verdict!r} to what it can receive")
+        with self._lock:
+            for name in self._send_obstacles:
+                if name not in self._given_up and name in verdict:
+                    self._send_obstacles[name] = verdict[name]
+            self._update()
+
+    def prove(self, channel: Channel) -> None:
+        """Records that the peer has received over a channel that a first tensor tries."""
+        self._untried.discard(channel.name)
+
+    def give_up(self, name: str, reason: str) -> None:
+        """Permanently stops sending to the peer over one channel, and logs that once."""
+        with self._lock:
+            if name in self._given_up or name not in self._send_obstacles:
+                return
+            self._given_up.add(name)
+            self._send_obstacles[name] = reason
+            is_for_devices = any(each.name == name and each.is_for_devices for each in self.usable)
+            self._update()
+            rest = [other for other, _ in self.sizes()] or [STREAM]
+        if is_for_devices:
+            rest = ["the host's memory"]
+        _log.warning(
+            "tensors to worker %r no longer travel by %s, but by %s: %s",
+            self._peer,
+            name,
+            " or ".join(rest),
+            reason,
+        )
+
+    def obstacles(self) -> dict[str, str]:
+        """Returns for every channel why it is not used for sending; empty if it is."""
+        found = {
+            name: obstacle or (UNTRIED if name in self._untried else "")
+            for name, obstacle in self._send_obstacles.items()
+        }
+        return {INLINE: "", STREAM: ""} | found
+
+    def _update(self) -> None:
+        # One assignment, so that senders need no lock.
+        self.usable = tuple(
+            [each for each in self._channels if not self._send_obstacles[each.name]]
+        )

@@ -578,7 +578,7 @@ class Rdma(Channel):
             if sending is not None:
                 sending.failure = reason
                 sending.is_proven = False
-        self._home.give_up(peer, self, reason)
+        peer.ways.give_up(self.name, reason)
 
     # The trial
 
@@ -677,7 +677,7 @@ class Rdma(Channel):
             if sending.failure:
                 return
             sending.is_proven = True
-        self._home.prove(peer, self)
+        peer.ways.prove(self)
 
     # Receiving
 

@@ -681,7 +681,7 @@ class Stripes(Channel):
                 self._adopt(peer, data, dialled)
             except (ConnectionRefusedError, ProtocolError) as error:
                 if not data.is_closed:
-                    self._home.give_up(peer, self, f"no data connection can be made: {error}")
+                    peer.ways.give_up(self.name, f"no data connection can be made: {error}")
             except OSError as error:
                 data.dial_again_s = time.monotonic() + _DIAL_AGAIN_S
                 _log.info("no data connection to worker %r now: %s", peer.name, error)

@@ -154,9 +154,6 @@ class Agent:
         self.info = self.me.info
         self.pool = BufferPool(knobs.POOL_LIMIT_BYTES.get())
         self.page_locks = PageLocks(knobs.PINNED_LIMIT_BYTES.get())
-        self.offered_bytes = 0
-        self.lent_bytes = 0
-        """Called after tensors were fetched, with the channel and the bytes, while traced."""
         self.default_timeout_s = default_timeout_s
         self.slots = Slots()
         self.served_streams = ServedStreams()
@@ -189,7 +186,7 @@ class Agent:
             patience = Patience(knobs.DETECTION_S.get(), knobs.RECONNECT_S.get())
         self.links = Links(self.reactor, self.timers, self.receiver, self.pool, patience, self.lose)
         ReactorChecks(self.reactor, self.timers, self.calls.__len__, self.links.mend)
-        self.channels = Channels(self._home(patience), self._ask_again)
+        self.channels = Channels(self._home(patience))
         self._connector = Connector(
             self.me.registration,
             members.is_open,
@@ -227,12 +224,10 @@ class Agent:
             ),
             dial=lambda peer, count, number: self._connector.dial_data(peer, count, number),
             lose=self.lose,
-            give_up=lambda peer, channel, reason: peer.ways.give_up(channel.name, reason),
-            prove=lambda peer, channel: peer.ways.prove(channel),
             check_open=self.lifetime.check_open,
         )
 
-    def _ask_again(self, peer: Peer, request: bytes, reason: Exception) -> Sequence[Buffer]:
+    def ask_again(self, peer: Peer, request: bytes, reason: Exception) -> Sequence[Buffer]:
         """Has a peer send buffers behind their message that did not arrive. Blocks.
 
         Raises:
@@ -294,7 +289,8 @@ class Agent:
 
     def traffic(self) -> Traffic:
         """Returns the bytes exchanged with all other workers so far."""
-        off_links = Traffic(self.offered_bytes, self.channels.pulled_bytes, self.lent_bytes)
+        over = self.channels
+        off_links = Traffic(over.offered_bytes, over.pulled_bytes, over.lent_bytes)
         return sum_of([self.links.traffic(), off_links])
 
     def _on_connection(self, listener: socket.socket) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchweft.arguments import did_you_mean, wrong_type
-from torchweft.engine.channels.channels import Held, Ways
+from torchweft.engine.channels.channel import Held, Ways
 from torchweft.engine.io.link import Link
 from torchweft.engine.protocol.calls import ServedCall
 from torchweft.engine.protocol.connecting import Connecting, Patience, State, Terms

@@ -1,13 +1,29 @@
 """Messages whose tensors do not stand in the frame, and those of a worker to itself.
 
 The layers above give the front of a message and the tensors that were taken out of its value. This
-module writes the table of the tensors and has the channels take the buffers; the receiver reverses
-both. Small tensors stand in the message itself instead; see ``codec.tensors``. A message from a
-worker to itself touches neither bytes nor channels: its tensors arrive by reference.
+module writes the table of the tensors and has the channels take the buffers, the memory of the
+tensors; the receiver reverses both. Small tensors stand in the message itself instead; see
+``codec.tensors``. A message from a worker to itself touches neither bytes nor channels: its tensors
+arrive by reference.
+
+Every buffer takes the first channel of the list that works for the peer and has room; the others
+follow their message. Bytes that do not arrive over their channel are asked for behind the message
+(``SUPPLY``), and later buffers take the next channel.
+
+The table of buffers lists the channel of each one. Its layout, little-endian, is once ``token u64 |
+count u32``, then for every buffer in order::
+
+    channel u8 | size u64 | length of the handle u16 | handle
+
+Channel 0 stands for buffers that follow the message; they have no handle. When every buffer
+follows, the table is empty: the frame already lists their lengths. The token identifies the
+message: with it the receiver reports that it has the buffers, or asks for some of them again.
 """
 
 from __future__ import annotations
 
+import operator
+import struct
 import time
 from _thread import get_ident
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +34,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchweft import knobs
-from torchweft.engine.channels.channel import Received
-from torchweft.engine.channels.channels import LENT
+from torchweft.engine.channels.channel import LENT, CannotGet, Channel, Entry, Handle, Received
+from torchweft.engine.channels.channel import Peer as AnyPeer
+from torchweft.engine.channels.channels import Channels
+from torchweft.engine.channels.cuda import out_of_memory
+from torchweft.engine.channels.device_copies import HostCopies, Staging, Uploads, as_tensor
+from torchweft.engine.codec import tensors as codec
 from torchweft.engine.codec.objects import Packed
 from torchweft.engine.codec.tensors import (
     ON_DEVICE,
-    Entry,
+    as_memory,
     describe,
     devices_of,
     read,
@@ -43,6 +63,7 @@ from torchweft.engine.wire.messages import (
     Kind,
     decode_ints,
     decode_tables,
+    encode_ints,
     encode_reply,
     encode_tables,
 )
@@ -50,7 +71,436 @@ from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.peers import Peer, Place
 from torchweft.errors import ProtocolError, WeftError
 
+_IS_ON_HOST = operator.attrgetter("is_cpu")
+_SIZE = operator.attrgetter("size_bytes")
+Wanted = Callable[[], Mapping[int, torch.device | None]]
+
 _CLOSE_LIMIT_S = 5.0
+
+
+# The table
+
+FOLLOWS = 0
+"""Stands in place of a channel for buffers that follow the message."""
+
+_HEAD = struct.Struct("<QI")
+_ENTRY = struct.Struct("<BQH")
+_HEAD_BYTES, _ENTRY_BYTES = _HEAD.size, _ENTRY.size
+
+
+class BufferTable(NamedTuple):
+    """The buffers of one message; no entries if all of them follow."""
+
+    token: int
+    entries: Sequence[Entry]
+
+
+EMPTY_TABLE = BufferTable(0, ())
+
+
+def encode_table(
+    token: int, entries: Sequence[tuple[int, int, bytes, torch.device | None]]
+) -> bytes:
+    """Returns the table as bytes; empty if every buffer follows.
+
+    Args:
+        token: Identifies the message.
+        entries: The buffers, in order, with the fields of ``Entry``.
+    """
+    parts, is_needed = [_HEAD.pack(token, len(entries))], False
+    for channel, size_bytes, content, _ in entries:
+        parts += (_ENTRY.pack(channel, size_bytes, len(content)), content)
+        if channel != FOLLOWS:
+            is_needed = True
+    return b"".join(parts) if is_needed else b""
+
+
+def decode_table(
+    data: bytes | bytearray | memoryview, following_bytes: Sequence[int], limit_bytes: int
+) -> BufferTable:
+    """Reads a table and checks it before memory is allocated for its buffers.
+
+    Args:
+        data: The table, as ``encode_table`` returned it at the sender.
+        following_bytes: Sizes of the buffers that followed the control part.
+        limit_bytes: Largest sum of all buffers that is accepted.
+
+    Raises:
+        ProtocolError: The table is malformed, contradicts the buffers that arrived, or announces
+            more than the limit.
+    """
+    if not data:
+        return EMPTY_TABLE
+    data, size, end = bytes(data), len(data), _HEAD_BYTES
+    entries, total_bytes, following = [], 0, []
+    try:
+        token, count = _HEAD.unpack_from(data)
+        for _ in range(count):
+            channel, size_bytes, length = _ENTRY.unpack_from(data, end)
+            start = end + _ENTRY_BYTES
+            end = start + length
+            entries.append(Entry(channel, size_bytes, data[start:end]))
+            total_bytes += size_bytes
+            if channel == FOLLOWS:
+                following.append(size_bytes)
+                if length:
+                    raise ProtocolError("a buffer that follows its message has a handle")
+            elif not size_bytes:
+                raise ProtocolError("an empty buffer is to be fetched over a channel")
+    except struct.error:
+        raise ProtocolError(f"a buffer table announces more than its {size} bytes have") from None
+    if end != size:
+        raise ProtocolError(f"a buffer table has {size} bytes, and its entries take {end}")
+    if total_bytes > limit_bytes:
+        raise ProtocolError(f"a message announces {total_bytes} bytes; the limit is {limit_bytes}")
+    if following != list(following_bytes):
+        raise ProtocolError(
+            f"a buffer table announces {len(following)} buffers behind the message; "
+            f"{len(following_bytes)} of {sum(following_bytes)} bytes came"
+        )
+    if len(following) == count:
+        raise ProtocolError("a buffer table lists no buffer to fetch; it should have been empty")
+    return BufferTable(token, entries)
+
+
+class Parcel:
+    """The buffers of one message that is sent.
+
+    Attributes:
+        token: Identifies the message.
+        buffers: The buffers, flat contiguous tensors; on the host where they were copied there.
+        table: The table for the message; empty if all buffers follow.
+        following: The buffers that follow the message.
+        taken: The channels that carry the others, with the handles that each has made.
+        copies: Copies from devices that still fill some of the buffers.
+
+    Args:
+        peer: The receiver.
+        buffers: The buffers.
+    """
+
+    __slots__ = ("_entries", "_peer", "buffers", "copies", "following", "table", "taken", "token")
+
+    def __init__(self, peer: AnyPeer, buffers: Sequence[Tensor]) -> None:
+        self._peer = peer
+        self.buffers = buffers
+        self._entries: list[Any] = [None] * len(buffers)
+        self.token = next(peer.held.tokens)
+        self.table = b""
+        self.following: Sequence[memoryview] = ()
+        self.taken: list[tuple[Channel, list[Handle]]] = []
+        self.copies: HostCopies | None = None
+
+    def offer(self, channel: Channel, left: Sequence[int]) -> Sequence[int]:
+        """Offers buffers to a channel; returns the positions of those that it has not taken."""
+        buffers = self.buffers
+        if len(left) < len(buffers):
+            buffers = [buffers[position] for position in left]
+        handles = channel.put(self._peer, self.token, buffers)
+        taken: list[Handle] = []
+        rest: list[int] = []
+        for position, handle in zip(left, handles, strict=False):
+            if handle is None:
+                rest.append(position)
+            else:
+                taken.append(handle)
+                # A plain tuple is made in a fifth of the time of an ``Entry``.
+                self._entries[position] = (channel.number, handle.size_bytes, handle.content, None)
+        if not taken:
+            return left
+        self.taken.append((channel, taken))
+        return rest
+
+    def wait_for_copies(self) -> None:
+        """Blocks until all buffers are filled."""
+        copies, self.copies = self.copies, None
+        if copies is not None:
+            copies.wait()
+
+    def close(self, left: Sequence[int]) -> None:
+        """Has the buffers that are left follow, keeps the handles of others, writes the table."""
+        if left:
+            self.following = [as_memory(self.buffers[position]) for position in left]
+            self.wait_for_copies()
+        if not self.taken:
+            return
+        held = [(of, each) for of, handles in self.taken if of.is_held for each in handles]
+        if held:
+            self._peer.held.hold(self.token, held)
+        for position, memory in zip(left, self.following, strict=True):
+            self._entries[position] = (FOLLOWS, memory.nbytes, b"", None)
+        self.table = encode_table(self.token, self._entries)
+
+    def begin(self, *, may_wait: bool) -> None:
+        """Has channels send bytes beside the message, which is certain to be sent.
+
+        Args:
+            may_wait: Whether to block while much is waiting for the same peer already.
+        """
+        peer, token, copies = self._peer, self.token, self.copies
+        try:
+            for channel, handles in self.taken:
+                if channel.sends_apart:
+                    channel.begin(peer, token, handles, may_wait=may_wait, copies=copies)
+        except BaseException:
+            self.take_back()
+            raise
+
+    def take_back(self) -> None:
+        """Releases the buffers of a message that will not be sent."""
+        self._peer.held.release(self.token)
+        for _, handles in self.taken:
+            for handle in handles:
+                handle.take_back()
+
+
+class Buffers:
+    """The buffers of the messages of one worker. Thread-safe.
+
+    Attributes:
+        on_pulled: Called with peer, channel and bytes after buffers have been got, while traced.
+
+    Args:
+        channels: The channels.
+        ask_again: Has a peer send the buffers of a message behind it; called with the peer, the
+            control part of the request, and the reason. Blocks.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        ask_again: Callable[[Any, bytes, Exception], Sequence[Buffer]],
+    ) -> None:
+        self._home = home = channels.home
+        self._channels = channels
+        self._ask_again = ask_again
+        self._staging = Staging(home.page_locks)
+        self._uploads = Uploads(home.pool, home.page_locks)
+        self._small_bytes = knobs.SMALL_ON_DEVICE_BYTES.get()
+        self._limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
+        self.on_pulled: Callable[[Any, str, int], None] | None = None
+
+    # Sending
+
+    def put(self, peer: AnyPeer, buffers: Sequence[Tensor]) -> Parcel:
+        """Assigns each buffer of a message to a channel, and lets the channels prepare it.
+
+        Args:
+            peer: The receiver.
+            buffers: Flat, contiguous tensors. To be called in a thread on whose current streams the
+                values of those on devices are made.
+        """
+        usable, parcel = peer.ways.usable, Parcel(peer, buffers)
+        left: Sequence[int] = range(len(buffers))
+        try:
+            if not all(map(_IS_ON_HOST, buffers)):
+                left = self._from_devices(parcel, usable)
+            for channel in usable:
+                if not left:
+                    break
+                if channel.is_for_devices:
+                    continue
+                if parcel.copies is not None and not channel.sends_apart:
+                    parcel.wait_for_copies()
+                left = parcel.offer(channel, left)
+            parcel.close(left)
+        except BaseException:
+            parcel.take_back()
+            raise
+        return parcel
+
+    def count(self, peer: AnyPeer, parcel: Parcel) -> dict[str, int]:
+        """Counts the bytes of a message that do not go over the link, which it returns by names."""
+        found: dict[str, int] = {}
+        for channel, handles in parcel.taken:
+            for handle in handles:
+                name = LENT if handle.is_shared else channel.counted_as
+                found[name] = found.get(name, 0) + handle.size_bytes
+        for name, size_bytes in found.items():
+            peer.moved[name] += size_bytes
+            if name == LENT:
+                self._channels.lent_bytes += size_bytes
+            else:
+                self._channels.offered_bytes += size_bytes
+        return found
+
+    def _from_devices(self, parcel: Parcel, usable: Sequence[Channel]) -> list[int]:
+        """Offers buffers to channels between devices; brings the other ones to the host.
+
+        Returns the positions of those that no channel has taken.
+        """
+        buffers, memory = parcel.buffers, list(parcel.buffers)
+        on_devices = [n for n, buffer in enumerate(buffers) if not _IS_ON_HOST(buffer)]
+        left: Sequence[int] = on_devices
+        for channel in usable:
+            if channel.is_for_devices and left:
+                left = parcel.offer(channel, left)
+        copied = [position for position in left if buffers[position].is_cuda]
+        if len(copied) == 1 and buffers[copied[0]].nbytes <= self._small_bytes:
+            copied = []  # Pinned memory is no gain.
+        if copied:
+            parcel.copies = self._staging.begin([buffers[n] for n in copied], cut=True)
+            for position, each in zip(copied, parcel.copies.memories, strict=True):
+                memory[position] = as_tensor(each)
+        offered = set(on_devices).difference(left)
+        rest = [n for n in range(len(buffers)) if n not in offered]
+        for position in set(rest).difference(copied):
+            memory[position] = buffers[position].cpu()
+        parcel.buffers = memory
+        return rest
+
+    def supply(self, peer: AnyPeer, token: int, number: int, *, is_lasting: bool) -> list[Handle]:
+        """Returns the handles of buffers that did not reach a peer over a channel.
+
+        Args:
+            peer: The peer.
+            token: The message.
+            number: The channel.
+            is_lasting: Whether the peer cannot receive over the channel any more.
+
+        Raises:
+            ProtocolError: There is no such channel.
+        """
+        channel = self._channels.by_number.get(number)
+        if channel is None:
+            raise ProtocolError(f"a peer asks for tensors of channel {number}")
+        if is_lasting:
+            reason = f"worker {peer.name!r} cannot get tensors of this process that way"
+            peer.ways.give_up(channel.name, reason)
+        return peer.held.take(token, channel)
+
+    # Receiving
+
+    def get(
+        self, peer: AnyPeer, table: Buffer, following: Sequence[Received], wanted: Wanted
+    ) -> Sequence[Received]:
+        """Returns all buffers of a message, in order. May block.
+
+        Args:
+            peer: The sender.
+            table: The message's table.
+            following: The buffers that followed the message.
+            wanted: Returns the device of each buffer's tensor here, by position.
+
+        Raises:
+            ProtocolError: The table, or a handle in it, is impossible.
+            WorkerLost: The sender was lost before its buffers could be fetched.
+        """
+        token, entries = decode_table(table, list(map(len, following)), self._limit_bytes)
+        first = self._channels.by_number.get(entries[0].channel) if len(entries) == 1 else None
+        if first is not None and not first.is_held:
+            # The usual message, one tensor in shared memory: what follows takes 5 us.
+            return self._get(peer, first, token, entries)
+        waiting = self._by_channel(peer, entries)
+        found: dict[int, Received] = {}
+        is_held = any(channel.is_held for channel in waiting)
+        try:
+            devices = wanted() if any(channel.is_for_devices for channel in waiting) else {}
+            while waiting:
+                channel = next(iter(waiting))
+                own = waiting.pop(channel)
+                if channel.is_for_devices:
+                    own = {n: each._replace(device=devices.get(n)) for n, each in own.items()}
+                got = self._get(peer, channel, token, list(own.values()))
+                found.update(zip(own, got, strict=True))
+        finally:
+            self._drop(peer, token, waiting, is_held)
+        rest = iter(following)
+        return [found[n] if n in found else next(rest) for n in range(len(entries))]
+
+    def _get(
+        self, peer: AnyPeer, channel: Channel, token: int, entries: Sequence[Entry]
+    ) -> Sequence[Received]:
+        try:
+            buffers = channel.get(peer, token, entries)
+        except CannotGet as error:
+            request = encode_ints(token, channel.number, int(error.is_lasting))
+            supplied = self._ask_again(peer, request, error)
+            if [len(buffer) for buffer in supplied] != [entry.size_bytes for entry in entries]:
+                raise ProtocolError(
+                    f"worker {peer.name!r} could not resend tensors that did not come: {error}"
+                ) from None
+            return supplied
+        size_bytes = sum(map(_SIZE, entries))
+        self._channels.pulled_bytes += size_bytes
+        peer.moved[f"received {channel.name}"] += size_bytes
+        if self.on_pulled is not None:
+            self.on_pulled(peer, channel.name, size_bytes)
+        return buffers
+
+    def drop(self, peer: AnyPeer, table: Buffer, following: Sequence[Received]) -> None:
+        """Tells the sender to release the buffers of a message that will not be read.
+
+        Raises:
+            ProtocolError: The table is malformed.
+        """
+        token, entries = decode_table(table, list(map(len, following)), self._limit_bytes)
+        waiting = self._by_channel(peer, entries)
+        self._drop(peer, token, waiting, any(channel.is_held for channel in waiting))
+
+    def upload(
+        self,
+        peer: AnyPeer,
+        buffers: Sequence[Received],
+        devices: Mapping[int, torch.device | None],
+    ) -> list[Received]:
+        """Copies the host's memory that belongs on GPUs there; returns all buffers. Blocks.
+
+        Args:
+            peer: The sender.
+            buffers: The memory of its message.
+            devices: The device of each buffer by its place.
+
+        Raises:
+            torch.OutOfMemoryError: A device has too little memory.
+        """
+        wanted = {
+            place: (memoryview(buffer), device)
+            for place, buffer in enumerate(buffers)
+            if (device := devices.get(place)) is not None
+            and device.type == "cuda"
+            and not isinstance(buffer, Tensor)
+        }
+        memories = [memory for memory, _ in wanted.values()]
+        try:
+            copies = self._uploads.to_devices(memories, [device for _, device in wanted.values()])
+        except torch.OutOfMemoryError as error:
+            size_bytes = sum([memory.nbytes for memory in memories])
+            raise out_of_memory(self._home.name, peer, size_bytes, error) from None
+        found = dict(zip(wanted, copies, strict=True))
+        return [found.get(place, buffer) for place, buffer in enumerate(buffers)]
+
+    def _by_channel(
+        self, peer: AnyPeer, entries: Sequence[Entry]
+    ) -> dict[Channel, dict[int, Entry]]:
+        """Returns the buffers to get over each channel, by their positions."""
+        found: dict[Channel, dict[int, Entry]] = {}
+        for position, entry in enumerate(entries):
+            if entry.channel != FOLLOWS:
+                channel = self._channels.by_number.get(entry.channel)
+                if channel is None:
+                    raise ProtocolError(
+                        f"worker {peer.name!r} sends by channel {entry.channel}, which this "
+                        "version does not have"
+                    )
+                found.setdefault(channel, {})[position] = entry
+        return found
+
+    def _drop(
+        self,
+        peer: AnyPeer,
+        token: int,
+        waiting: Mapping[Channel, dict[int, Entry]],
+        is_held: bool,
+    ) -> None:
+        """Drops the buffers that are left; reports that the message needs no handles any more."""
+        for channel, own in waiting.items():
+            channel.drop(peer, token, list(own.values()))
+        if is_held:
+            self._home.post(peer, Kind.PULLED, encode_ints(token))
+
+
+# The messages
 
 
 class TensorMessage:
@@ -76,10 +526,10 @@ class TensorMessage:
         self.buffers: Sequence[Received] = buffers
         self._worker = worker
         self._tensor_limit = tensor_limit
-        self._entries: list[Entry] | None = None
+        self._entries: list[codec.Entry] | None = None
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[codec.Entry]:
         """The descriptions of its tensors.
 
         Raises:
@@ -128,6 +578,7 @@ class TensorMessages:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._channels = agent.channels
+        self.buffers = Buffers(agent.channels, agent.ask_again)
         self._name = agent.info.name
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         self.on_offered: Callable[[Peer, Kind, int, Mapping[str, int]], None] | None = None
@@ -177,7 +628,7 @@ class TensorMessages:
         if len(tensors) > self._tensor_limit:
             raise too_many(self._tensor_limit)
         table, buffers = describe(tensors, place)
-        parcel = self._channels.put(peer, buffers)
+        parcel = self.buffers.put(peer, buffers)
         try:
             control = b"".join((front, encode_tables(table, parcel.table)))
             frame = encode_frame(kind, flags | TABLES, number, control, parcel.following)
@@ -187,12 +638,7 @@ class TensorMessages:
         if parcel.taken:
             # Last: no tensor may begin to arrive of a message that cannot be sent after all.
             parcel.begin(may_wait=kind == Kind.REPLY)
-            moved = parcel.moved()
-            lent_bytes = moved.get(LENT, 0)
-            self._agent.lent_bytes += lent_bytes
-            self._agent.offered_bytes += sum(moved.values()) - lent_bytes
-            for name, size_bytes in moved.items():
-                peer.moved[name] += size_bytes
+            moved = self.buffers.count(peer, parcel)
             if self.on_offered is not None:
                 self.on_offered(peer, kind, number, moved)
         return frame
@@ -223,7 +669,7 @@ class TensorMessages:
                 raise
             began_s = time.monotonic()
             try:
-                message.buffers = self._channels.get(
+                message.buffers = self.buffers.get(
                     peer,
                     message.channel_table,
                     message.buffers,
@@ -237,12 +683,12 @@ class TensorMessages:
             isinstance(buffer, Tensor) for buffer in message.buffers
         ):
             devices = devices_of(message.entries, name)
-            message.buffers = self._channels.upload(peer, message.buffers, devices)
+            message.buffers = self.buffers.upload(peer, message.buffers, devices)
 
     def discard(self, peer: Peer, message: TensorMessage) -> None:
         """Tells the sender to release the tensors of a message that will not be read."""
         if message.channel_table:
-            self._channels.drop(peer, message.channel_table, message.buffers)
+            self.buffers.drop(peer, message.channel_table, message.buffers)
 
     def _on_supply(self, peer: Peer, frame: Frame) -> None:
         """Sends, behind a message, buffers that did not reach the peer over their channel.
@@ -253,7 +699,7 @@ class TensorMessages:
         if len(numbers) != 3:
             raise ProtocolError(f"a request to send again has {len(numbers)} numbers")
         token, channel, is_lasting = numbers
-        handles = self._channels.supply(peer, token, channel, is_lasting=bool(is_lasting))
+        handles = self.buffers.supply(peer, token, channel, is_lasting=bool(is_lasting))
 
         def supply(*_: object) -> None:
             buffers: list[memoryview] = []

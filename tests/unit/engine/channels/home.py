@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from torchweft.engine.channels.channel import Channel, Home
-from torchweft.engine.channels.channels import Held, Ways
+from torchweft.engine.channels.channel import Held, Home, Ways
 from torchweft.engine.channels.device_copies import PageLocks
 from torchweft.engine.channels.memory import BufferPool, Copier
 from torchweft.engine.wire.messages import Kind
@@ -47,9 +46,6 @@ def make_home(posts: Posts | None = None, peers: tuple[SomePeer, ...] = ()) -> H
     def refuse(*arguments: object) -> list[Any]:
         raise ConnectionRefusedError("there is nothing to dial")
 
-    def give_up(peer: Any, channel: Channel, reason: str) -> None:
-        peer.ways.give_up(channel.name, reason)
-
     def nothing(*arguments: object) -> None:
         pass
 
@@ -67,7 +63,5 @@ def make_home(posts: Posts | None = None, peers: tuple[SomePeer, ...] = ()) -> H
         on=nothing,
         dial=refuse,
         lose=nothing,
-        give_up=give_up,
-        prove=nothing,
         check_open=nothing,
     )

@@ -13,17 +13,23 @@ import torch
 from tests.memory_counts import first_for, held_counts
 from tests.unit.engine.channels.home import Posts, SomePeer, make_home
 from torchweft import knobs
-from torchweft.engine.channels.channel import CannotGet, Channel, Entry, Handle
-from torchweft.engine.channels.channels import (
-    FOLLOWS,
+from torchweft.engine.channels.channel import (
     UNTRIED,
-    Channels,
+    CannotGet,
+    Channel,
+    Entry,
+    Handle,
     Held,
     Ways,
+)
+from torchweft.engine.channels.channels import Channels
+from torchweft.engine.wire.messages import Kind, decode_ints
+from torchweft.engine.worker.tensor_messages import (
+    FOLLOWS,
+    Buffers,
     decode_table,
     encode_table,
 )
-from torchweft.engine.wire.messages import Kind, decode_ints
 from torchweft.errors import ProtocolError
 
 MIB = 1 << 20
@@ -94,17 +100,16 @@ def asked() -> list[tuple[int, ...]]:
 
 
 @pytest.fixture
-def channels(fakes: list[Fake], posts: Posts, asked: list[tuple[int, ...]]) -> Channels:
+def channels(fakes: list[Fake], posts: Posts, asked: list[tuple[int, ...]]) -> Buffers:
     def ask(peer: Any, request: bytes, reason: Exception) -> list[bytes]:
         asked.append(decode_ints(request))
         return [b"y" * 100]
 
     with knobs.SHM_LIMIT_BYTES.override(0):
-        made = Channels(make_home(posts), ask)
+        made = Channels(make_home(posts))
     made.close(0.0)
-    made.all = tuple(fakes)
-    made._by_number = {each.number: each for each in fakes}
-    return made
+    made.by_number = {each.number: each for each in fakes}
+    return Buffers(made, ask)
 
 
 @pytest.fixture
@@ -198,7 +203,7 @@ def test_tokens_of_many_threads_differ(fakes: list[Fake]) -> None:
 
 
 def test_a_buffer_takes_the_first_channel_that_has_room(
-    channels: Channels, fakes: list[Fake], peer: SomePeer
+    channels: Buffers, fakes: list[Fake], peer: SomePeer
 ) -> None:
     fakes[0].room, fakes[1].sends_apart = 1, True  # type: ignore[misc]
     parcel = channels.put(peer, tensors(5, 100, 150, 250, 99, 0))
@@ -212,7 +217,8 @@ def test_a_buffer_takes_the_first_channel_that_has_room(
         FOLLOWS,
     ]
     assert [memory.nbytes for memory in parcel.following] == [5, 150, 99, 0]
-    assert parcel.moved() == {"sent best": 100, "sent next": 250}
+    assert channels.count(peer, parcel) == {"sent best": 100, "sent next": 250}
+    assert peer.moved == {"sent best": 100, "sent next": 250}
     assert held_counts(peer.held) == (1, 350)
     parcel.begin(may_wait=False)
     assert [fake.events for fake in fakes] == [[], ["begin 1"], []]
@@ -221,7 +227,7 @@ def test_a_buffer_takes_the_first_channel_that_has_room(
 
 
 def test_where_all_buffers_follow_there_is_no_table(
-    channels: Channels, fakes: list[Fake], peer: SomePeer
+    channels: Buffers, fakes: list[Fake], peer: SomePeer
 ) -> None:
     parcel = channels.put(peer, tensors(0, 10, 99))
     assert parcel.table == b""
@@ -231,18 +237,18 @@ def test_where_all_buffers_follow_there_is_no_table(
 
 
 def test_nothing_is_held_for_a_channel_whose_buffers_come_back_otherwise(
-    channels: Channels, fakes: list[Fake], peer: SomePeer
+    channels: Buffers, fakes: list[Fake], peer: SomePeer
 ) -> None:
     fakes[0].room = fakes[1].room = 0
     parcel = channels.put(peer, tensors(500))
-    assert parcel.moved() == {"sent free": 500}
+    assert channels.count(peer, parcel) == {"sent free": 500}
     assert held_counts(peer.held) == (0, 0)
     parcel.take_back()
     assert fakes[2].events == ["taken back"]
 
 
 def test_a_channel_that_raises_leaves_nothing(
-    channels: Channels, fakes: list[Fake], peer: SomePeer
+    channels: Buffers, fakes: list[Fake], peer: SomePeer
 ) -> None:
     fakes[1].error = KeyboardInterrupt()  # type: ignore[assignment]
     fakes[0].room = 1
@@ -268,7 +274,7 @@ def no_devices() -> dict[int, torch.device | None]:
 
 
 def test_buffers_are_put_in_the_message_s_order(
-    channels: Channels, fakes: list[Fake], peer: SomePeer, posts: Posts
+    channels: Buffers, fakes: list[Fake], peer: SomePeer, posts: Posts
 ) -> None:
     pulled: list[tuple[str, int]] = []
     channels.on_pulled = lambda peer, name, size_bytes: pulled.append((name, size_bytes))
@@ -279,7 +285,7 @@ def test_buffers_are_put_in_the_message_s_order(
 
 
 def test_nothing_is_reported_where_nothing_is_held(
-    channels: Channels, peer: SomePeer, posts: Posts
+    channels: Buffers, peer: SomePeer, posts: Posts
 ) -> None:
     assert channels.get(peer, *message(Entry(13, 2, b"z")), no_devices) == [b"zz"]
     assert posts.sent == []
@@ -287,7 +293,7 @@ def test_nothing_is_reported_where_nothing_is_held(
 
 @pytest.mark.parametrize("is_lasting", [True, False])
 def test_what_does_not_come_is_asked_for(
-    channels: Channels,
+    channels: Buffers,
     fakes: list[Fake],
     peer: SomePeer,
     asked: list[tuple[int, ...]],
@@ -301,7 +307,7 @@ def test_what_does_not_come_is_asked_for(
 
 
 def test_what_comes_in_another_size_is_an_error_and_the_rest_is_dropped(
-    channels: Channels, fakes: list[Fake], peer: SomePeer, posts: Posts
+    channels: Buffers, fakes: list[Fake], peer: SomePeer, posts: Posts
 ) -> None:
     fakes[0].error = CannotGet("broken")
     with pytest.raises(ProtocolError, match=r"'worker1' could not resend .* broken"):
@@ -311,14 +317,14 @@ def test_what_comes_in_another_size_is_an_error_and_the_rest_is_dropped(
 
 
 def test_a_message_that_is_not_read_is_dropped(
-    channels: Channels, fakes: list[Fake], peer: SomePeer, posts: Posts
+    channels: Buffers, fakes: list[Fake], peer: SomePeer, posts: Posts
 ) -> None:
     channels.drop(peer, *message(*MIXED))
     assert [fake.events for fake in fakes] == [["drop 2"], ["drop 1"], []]
     assert [kind for kind, _ in posts.sent] == [Kind.PULLED]
 
 
-def test_a_channel_of_another_version_is_refused(channels: Channels, peer: SomePeer) -> None:
+def test_a_channel_of_another_version_is_refused(channels: Buffers, peer: SomePeer) -> None:
     with pytest.raises(ProtocolError, match="channel 99"):
         channels.get(peer, *message(Entry(99, 1, b"a")), no_devices)
 
@@ -347,8 +353,7 @@ def test_a_verdict_changes_only_what_it_names(fakes: list[Fake]) -> None:
 
 
 def test_what_cannot_be_received_may_still_be_sent(fakes: list[Fake]) -> None:
-    ways = Ways("ps", fakes)
-    ways.accepted({"best": "not permitted here"})
+    ways = Ways("ps", fakes, {"best": "not permitted here"})
     ways.confirm({"best": ""})
     assert first_for(ways, MIB) == "best"
     assert ways.verdict() == {"best": "not permitted here"}

@@ -20,9 +20,9 @@ from tests.unit.engine.channels.fake_driver import FakeDriver
 from tests.unit.engine.channels.fake_transport import FakeNetwork
 from tests.unit.engine.worker.group import FRONT, Member, Received, group_of, wait_until
 from torchweft import knobs
-from torchweft.engine.channels import channels, cuda, rdma
-from torchweft.engine.channels.channel import CannotGet, Channel, Entry, NotInTime
-from torchweft.engine.channels.channels import CHANNELS, UNTRIED
+from torchweft.engine.channels import cuda, rdma
+from torchweft.engine.channels.channel import UNTRIED, CannotGet, Channel, Entry, NotInTime
+from torchweft.engine.channels.channels import CHANNELS
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker import tensor_messages
@@ -122,7 +122,7 @@ def device_of_the_host(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = FakeDriver()
     monkeypatch.setattr(cuda, "find_driver", lambda: driver)
     monkeypatch.setattr(cuda.CudaIpc, "accept", lambda self, peer, meeting: "")
-    monkeypatch.setattr(channels, "_IS_ON_HOST", driver.is_on_host)
+    monkeypatch.setattr(tensor_messages, "_IS_ON_HOST", driver.is_on_host)
     device = torch.device("cuda", 0)
     monkeypatch.setattr(
         tensor_messages, "devices_of", lambda table, worker="": dict.fromkeys(range(100), device)

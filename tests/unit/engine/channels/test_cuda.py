@@ -13,7 +13,7 @@ from tests.memory_counts import held_counts
 from tests.unit.engine.channels.fake_driver import FakeDriver
 from tests.unit.engine.worker.group import FRONT, Member, Received, group_of, wait_until
 from torchweft import knobs
-from torchweft.engine.channels import channels, cuda
+from torchweft.engine.channels import cuda
 from torchweft.engine.channels.cuda import CudaIpc
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker import tensor_messages
@@ -29,7 +29,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(cuda, "find_driver", lambda: fake)
     monkeypatch.setattr(CudaIpc, "accept", lambda self, peer, meeting: "")
-    monkeypatch.setattr(channels, "_IS_ON_HOST", fake.is_on_host)
+    monkeypatch.setattr(tensor_messages, "_IS_ON_HOST", fake.is_on_host)
 
     def devices_of(table: object, worker: str = "") -> dict[int, torch.device | None]:
         return dict.fromkeys(range(100), CUDA)

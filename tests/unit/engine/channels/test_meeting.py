@@ -52,7 +52,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 @pytest.fixture
 def ours() -> Iterator[Channels]:
     with knobs.SHM_LIMIT_BYTES.override(8 * MIB):
-        made = Channels(make_home(), lambda *arguments: [])
+        made = Channels(make_home())
     yield made
     made.close(0.0)
 

@@ -35,7 +35,7 @@ def hold(sender: Member, to: Member, channel: type[Channel], *buffers: bytes) ->
 
 def ask(receiver: Member, sender: Member, *numbers: int) -> list[bytes]:
     request = encode_ints(*numbers)
-    supplied = receiver.agent._ask_again(receiver.peer(sender), request, REASON)
+    supplied = receiver.agent.ask_again(receiver.peer(sender), request, REASON)
     return [bytes(buffer) for buffer in supplied]
 
 

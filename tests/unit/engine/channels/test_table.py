@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.tables import cases
 from torchweft.engine.channels.channel import Entry
-from torchweft.engine.channels.channels import (
+from torchweft.engine.worker.tensor_messages import (
     EMPTY_TABLE,
     FOLLOWS,
     BufferTable,

@@ -53,7 +53,7 @@ class Side:
         self.peers: list[Peer] = []
         me = Registration(f"worker{rank}", rank, (str(self.address),), facts={"host": "here"})
         with knobs.CONNECT_TIMEOUT_S.override(timeout_s):
-            self.channels = Channels(make_home(), lambda *arguments: [])
+            self.channels = Channels(make_home())
             self.connector = Connector(
                 me,
                 False,

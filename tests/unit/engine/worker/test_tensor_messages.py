@@ -217,9 +217,9 @@ def test_a_receiver_refuses_more_tensors_than_its_limit_and_their_sender_lets_go
     send(first, first.peer(second), SMALL)  # Connects the workers; arrives in one piece.
     assert "'worker1' accepts at most 2" in str(received.failure())
     large = [torch.ones(1 << 16) for _ in range(3)]
-    offered = first.agent.offered_bytes
+    offered = first.agent.channels.offered_bytes
     send(first, first.peer(second), large)
-    assert first.agent.offered_bytes > offered
+    assert first.agent.channels.offered_bytes > offered
     error = received.failure()
     assert isinstance(error, SerializationError)
     assert "'worker1' accepts at most 2" in str(error)

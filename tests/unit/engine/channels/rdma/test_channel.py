@@ -14,7 +14,7 @@ from tests.unit.engine.channels.fake_transport import FakeNetwork
 from tests.unit.engine.worker.group import FRONT, Member, Received, group_of, wait_until
 from torchweft import knobs
 from torchweft.engine.channels import rdma
-from torchweft.engine.channels.channels import UNTRIED
+from torchweft.engine.channels.channel import UNTRIED
 from torchweft.engine.channels.rdma import Rdma, Slab, Slabs
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import Kind
