@@ -46,7 +46,7 @@ import threading
 import time
 from _thread import allocate_lock
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +81,9 @@ _ROOM_TRANSFERS = 32
 _ROOM_BYTES = 256 << 20
 _UNDER_WAY_LIMIT = 1 << 17
 _NOWHERE = memoryview(b"")
+
+Part = tuple[int, memoryview, int, int]
+"""A transfer to send, or a part of it: its position, its memory, and the range to send."""
 
 
 class TransferKey(NamedTuple):
@@ -166,27 +169,17 @@ class Outbox:
         self._idle: list[SendingConnection] = []
         self._is_closed = False
 
-    def put(self, token: int, buffers: Sequence[memoryview]) -> list[SendingConnection]:
-        """Adds transfers; returns idle connections, which the caller now owns and must start.
+    def put(self, token: int, parts: Iterable[Part]) -> list[SendingConnection]:
+        """Adds transfers, or parts of transfers whose other bytes are added later or were before.
+
+        Returns idle connections, which the caller now owns and must start.
 
         Args:
             token: Token of their message.
-            buffers: Contiguous memory, no buffer empty.
+            parts: The position of each transfer in the message, its contiguous memory, and the
+                range to send, which is not empty.
         """
-        return self._put(
-            [_Transfer(token, n, each, 0, each.nbytes) for n, each in enumerate(buffers)]
-        )
-
-    def put_part(
-        self, token: int, position: int, buffer: memoryview, start: int, end: int
-    ) -> list[SendingConnection]:
-        """Adds a part of a transfer whose other bytes are added later, or were before.
-
-        Takes the memory of the whole transfer, and the part of it. Returns connections as ``put``.
-        """
-        return self._put([_Transfer(token, position, buffer, start, end)])
-
-    def _put(self, transfers: Sequence[_Transfer]) -> list[SendingConnection]:
+        transfers = [_Transfer(token, *part) for part in parts]
         sizes = [transfer.end - transfer.offset for transfer in transfers]
         stripe_count = sum([-(-size // self._stripe_bytes) for size in sizes])
         with self._lock:
@@ -639,7 +632,8 @@ class Stripes(Channel):
             self._send_as_ready(peer, token, handles, copies)
             return
         # If the set has broken meanwhile, it takes nothing, and the receiver has been told.
-        started = sending.put(token, [handle.kept for handle in handles])
+        sizes = [(handle.kept, 0, handle.size_bytes) for handle in handles]
+        started = sending.put(token, [(n, *each) for n, each in enumerate(sizes)])
         for connection in started[1:]:
             self._pump.arm(connection.fd, WRITABLE)
         # This thread writes the first share: the transfer threads would have to be woken first.
@@ -656,7 +650,8 @@ class Stripes(Channel):
         try:
             buffers = [handle.kept for handle in handles]
             for position, start, end in copies.parts(buffers):
-                for connection in sending.put_part(token, position, buffers[position], start, end):
+                part = position, buffers[position], start, end
+                for connection in sending.put(token, [part]):
                     self._pump.arm(connection.fd, WRITABLE)
         except BaseException:
             # The message will not be sent: the receiver must not keep what has arrived.

@@ -15,6 +15,7 @@ from torchweft.engine.channels import stripes as striped
 from torchweft.engine.channels.stripes import (
     HEADER_BYTES,
     Outbox,
+    Part,
     SendingConnection,
     Stripe,
     decode_stripe,
@@ -61,6 +62,11 @@ def buffer_of(size_bytes: int, value: int = 0) -> memoryview:
     return memoryview(bytes((value + number) % 251 for number in range(size_bytes)))
 
 
+def whole(*buffers: memoryview) -> list[Part]:
+    """Returns transfers of whole buffers."""
+    return [(n, each, 0, each.nbytes) for n, each in enumerate(buffers)]
+
+
 def stripe_of(parts: list[Buffer]) -> Stripe:
     return decode_stripe(parts[0], 1 << 40)
 
@@ -68,14 +74,14 @@ def stripe_of(parts: list[Buffer]) -> Stripe:
 def test_only_as_many_connections_start_as_there_are_stripes(
     outbox: Outbox, ends: list[End]
 ) -> None:
-    assert len(outbox.put(1, [buffer_of(STRIPE_BYTES)])) == 1
-    assert len(outbox.put(2, [buffer_of(10 * STRIPE_BYTES)])) == 1
-    assert outbox.put(3, [buffer_of(STRIPE_BYTES)]) == []
+    assert len(outbox.put(1, whole(buffer_of(STRIPE_BYTES)))) == 1
+    assert len(outbox.put(2, whole(buffer_of(10 * STRIPE_BYTES)))) == 1
+    assert outbox.put(3, whole(buffer_of(STRIPE_BYTES))) == []
 
 
 def test_stripes_do_not_share_a_view(outbox: Outbox, ends: list[End]) -> None:
     sent = buffer_of(2 * STRIPE_BYTES)
-    started = outbox.put(1, [sent])
+    started = outbox.put(1, whole(sent))
     parts = [outbox.take(writer)[1] for writer in started]
     assert b"".join(parts) == sent
     first, second = map(memoryview, parts)
@@ -83,8 +89,8 @@ def test_stripes_do_not_share_a_view(outbox: Outbox, ends: list[End]) -> None:
 
 
 def test_transfers_take_turns(outbox: Outbox, ends: list[End]) -> None:
-    (writer, _) = outbox.put(1, [buffer_of(3 * STRIPE_BYTES)])
-    outbox.put(2, [buffer_of(STRIPE_BYTES + 1), buffer_of(5)])
+    (writer, _) = outbox.put(1, whole(buffer_of(3 * STRIPE_BYTES)))
+    outbox.put(2, whole(buffer_of(STRIPE_BYTES + 1), buffer_of(5)))
     order = [stripe_of(parts) for parts in iter(lambda: outbox.take(writer), [])]
     assert [(stripe.token, stripe.position, stripe.offset) for stripe in order] == [
         (1, 0, 0),
@@ -99,9 +105,9 @@ def test_transfers_take_turns(outbox: Outbox, ends: list[End]) -> None:
 
 def test_a_transfer_may_be_added_in_parts(outbox: Outbox, ends: list[End]) -> None:
     sent = buffer_of(3 * STRIPE_BYTES + 1)
-    (writer,) = outbox.put_part(1, 4, sent, 2 * STRIPE_BYTES, sent.nbytes)[:1]
+    (writer,) = outbox.put(1, [(4, sent, 2 * STRIPE_BYTES, sent.nbytes)])[:1]
     assert outbox.take(writer)[1] == sent[2 * STRIPE_BYTES : 3 * STRIPE_BYTES]
-    outbox.put_part(1, 4, sent, 0, 2 * STRIPE_BYTES)
+    outbox.put(1, [(4, sent, 0, 2 * STRIPE_BYTES)])
     order = [stripe_of(parts) for parts in iter(lambda: outbox.take(writer), [])]
     assert [(stripe.position, stripe.offset, stripe.length_bytes) for stripe in order] == [
         (4, 3 * STRIPE_BYTES, 1),
@@ -109,12 +115,12 @@ def test_a_transfer_may_be_added_in_parts(outbox: Outbox, ends: list[End]) -> No
         (4, STRIPE_BYTES, STRIPE_BYTES),
     ]
     assert {stripe.size_bytes for stripe in order} == {sent.nbytes}
-    assert outbox.put_part(1, 5, sent, 0, 0) == []
+    assert outbox.put(1, [(5, sent, 0, 0)]) == []
 
 
 def test_stripes_arrive_over_every_connection(outbox: Outbox, ends: list[End]) -> None:
     sent = buffer_of(2 * STRIPE_BYTES + 1)
-    started = outbox.put(9, [sent])
+    started = outbox.put(9, whole(sent))
     # Both take their first stripe before either continues, as two threads would.
     assert {started[0], started[1]} == {end.sending for end in ends}
     firsts = {connection: outbox.take(connection) for connection in started}
@@ -136,7 +142,7 @@ def test_a_full_socket_is_not_waited_for(outbox: Outbox, ends: list[End]) -> Non
     big = Outbox(1 << 20)
     end = End(big)
     sent = memoryview(np.arange(1 << 20, dtype=np.uint8))
-    (connection,) = big.put(1, [sent])
+    (connection,) = big.put(1, whole(sent))
     interest = connection.write()
     assert interest == WRITABLE
     assert not big.is_empty
@@ -153,7 +159,7 @@ def test_a_full_socket_is_not_waited_for(outbox: Outbox, ends: list[End]) -> Non
 def test_memory_is_kept_until_it_is_written_and_no_longer(outbox: Outbox, ends: list[End]) -> None:
     array = np.ones(50, np.uint8)
     is_alive = weakref.ref(array)
-    started = outbox.put(1, [memoryview(array)])
+    started = outbox.put(1, whole(memoryview(array)))
     del array
     gc.collect()
     assert is_alive() is not None
@@ -165,7 +171,7 @@ def test_memory_is_kept_until_it_is_written_and_no_longer(outbox: Outbox, ends: 
 def test_a_close_lets_go_of_everything(outbox: Outbox, ends: list[End]) -> None:
     arrays = [np.ones(STRIPE_BYTES * 30000, np.uint8) for _ in range(2)]
     alive = [weakref.ref(array) for array in arrays]
-    started = outbox.put(1, [memoryview(array) for array in arrays])
+    started = outbox.put(1, whole(*[memoryview(array) for array in arrays]))
     del arrays
     assert started[0].write() == WRITABLE
     outbox.close()
@@ -174,12 +180,12 @@ def test_a_close_lets_go_of_everything(outbox: Outbox, ends: list[End]) -> None:
         assert end.sending.write() == NOTHING
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
-    assert outbox.put(2, [buffer_of(1)]) == []
+    assert outbox.put(2, whole(buffer_of(1))) == []
     assert outbox.is_empty
 
 
 def test_a_broken_connection_says_so(outbox: Outbox, ends: list[End]) -> None:
-    started = outbox.put(1, [buffer_of(STRIPE_BYTES)])
+    started = outbox.put(1, whole(buffer_of(STRIPE_BYTES)))
     end = next(end for end in ends if end.sending is started[0])
     end.socket.close()
     assert started[0].write() == NOTHING
@@ -191,7 +197,7 @@ def test_nobody_waits_for_room_at_a_peer_that_takes_nothing(
 ) -> None:
     monkeypatch.setattr(striped, "SEND_PATIENCE_S", 0.05)
     for token in range(40):
-        outbox.put(token, [buffer_of(1)])
+        outbox.put(token, whole(buffer_of(1)))
     began_s = time.monotonic()
     outbox.wait_for_room()
     assert 0.05 <= time.monotonic() - began_s < LIMIT_S
@@ -202,7 +208,7 @@ def test_who_has_much_to_send_waits_for_room(
 ) -> None:
     monkeypatch.setattr(striped, "SEND_PATIENCE_S", LIMIT_S)
     for token in range(40):
-        outbox.put(token, [buffer_of(1)])
+        outbox.put(token, whole(buffer_of(1)))
     begun, has_room = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -223,7 +229,7 @@ def test_who_has_much_to_send_waits_for_room(
 
 def test_a_close_ends_the_wait_for_room(outbox: Outbox, ends: list[End]) -> None:
     for token in range(40):
-        outbox.put(token, [buffer_of(1)])
+        outbox.put(token, whole(buffer_of(1)))
     thread = threading.Thread(target=outbox.wait_for_room)
     thread.start()
     outbox.close()
@@ -241,7 +247,7 @@ def test_no_transfer_is_left_behind_by_a_connection_that_becomes_idle() -> None:
     def put(first: int) -> None:
         start.wait()
         for token in range(first, first + 500):
-            for connection in outbox.put(token, [buffer_of(3)]):
+            for connection in outbox.put(token, whole(buffer_of(3))):
                 while connection.write() == WRITABLE:
                     pass
 
@@ -259,7 +265,7 @@ def test_no_transfer_is_left_behind_by_a_connection_that_becomes_idle() -> None:
 def test_a_connection_is_not_idle_twice(outbox: Outbox, ends: list[End]) -> None:
     for _ in range(3):
         assert ends[0].sending.write() == NOTHING
-    started = outbox.put(1, [buffer_of(10 * STRIPE_BYTES)])
+    started = outbox.put(1, whole(buffer_of(10 * STRIPE_BYTES)))
     assert len(started) == 2
     assert started[0] is not started[1]
 
