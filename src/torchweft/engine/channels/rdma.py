@@ -305,8 +305,8 @@ class Staged(Handle):
 class Slabs:
     """The slabs of one endpoint. Thread-safe.
 
-    Those that a peer reads are within the budget, and stay registered as long as the endpoint is
-    open. Of those that buffers are read into, the budget limits the idle ones.
+    Those within the budget stay registered as long as the endpoint is open. Without room in it a
+    buffer takes another channel, or is read into a slab that is released when it comes back.
 
     Args:
         endpoint: Registers them.
@@ -343,7 +343,10 @@ class Slabs:
                 slab = self._make(slab_bytes)
                 slab.description = self._endpoint.describe(slab.registration)
             except BaseException:
-                self._discount(slab_bytes)
+                with self._lock:
+                    if not self._is_closed:
+                        self._counted_bytes -= slab_bytes
+                        self._budget.free(slab_bytes)
                 raise
             slab.is_counted = True
         elif slab is None:
@@ -365,7 +368,11 @@ class Slabs:
             MemoryError: The system has no memory left.
         """
         slab_bytes = self.size_for(size_bytes)
-        return self._take(slab_bytes) or self._make(slab_bytes)
+        slab = self._take(slab_bytes)
+        if slab is None:
+            slab = self._make(slab_bytes)
+            slab.is_counted = self._count(slab_bytes)
+        return slab
 
     def lend(self, slab: Slab, size_bytes: int) -> memoryview:
         """Returns the start of a slab, which comes back when the last view of it has ended."""
@@ -377,22 +384,12 @@ class Slabs:
         """Takes back a slab that no transfer uses; ends its registration beyond the budget."""
         if slab.is_used_up:
             return
-        slab.is_counted = slab.is_counted or self._count(slab.size_bytes)
         if not slab.is_counted:
             self._endpoint.unregister(slab.registration)
             return
         with self._lock:
             if not self._is_closed:
                 self._idle.add(slab)
-
-    def trim(self, idle_s: float) -> None:
-        """Ends the registrations of slabs that were idle for ``idle_s`` seconds."""
-        self._settle()
-        with self._lock:
-            ended = self._idle.take_older(idle_s)
-        for slab in ended:
-            self._discount(slab.size_bytes)
-            self._endpoint.unregister(slab.registration)
 
     def close(self) -> None:
         """Forgets all slabs, which are not registered any more, or will not be."""
@@ -423,13 +420,6 @@ class Slabs:
                 return False
             self._counted_bytes += size_bytes
             return True
-
-    def _discount(self, size_bytes: int) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._counted_bytes -= size_bytes
-        self._budget.free(size_bytes)
 
 
 # The channel
@@ -729,14 +719,6 @@ class Rdma(Channel):
                 receiving.failure = receiving.failure or reason
 
     # Housekeeping
-
-    def tick(self, now_s: float) -> None:
-        """Ends registrations of idle memory."""
-        for receiving in list(filter(None, self._receiving.values())):
-            try:
-                receiving.slabs.trim(self._home.idle_s)
-            except TransportFailed as error:
-                receiving.failure = receiving.failure or str(error)
 
     def lost(self, peer: Peer) -> None:
         """Ends the transports with a lost worker, as a task: that waits for their transfers."""

@@ -174,27 +174,6 @@ def test_a_tensor_keeps_its_slab(
     assert all(torch.equal(got, tensor[100:]) for got, tensor in zip(kept, sent, strict=True))
 
 
-def test_idle_slabs_of_the_receiver_are_released(
-    network: FakeNetwork, proven: list[Member], received: Received
-) -> None:
-    exchange(proven, received, large())
-    before = network.registered
-    received.message = None
-    wait_until(lambda: network.registered < before)
-    exchange(proven, received, large())
-
-
-def test_a_message_that_is_not_read_gives_its_slab_back(
-    network: FakeNetwork, proven: list[Member]
-) -> None:
-    Received(proven[1], fetches=False)
-    for _ in range(10):
-        send(proven, [large()])
-        wait_until(lambda: not held(proven))
-    assert not network.reads
-    assert network.registered <= 3
-
-
 def test_each_message_can_be_read_alone(
     network: FakeNetwork, proven: list[Member], received: Received
 ) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.memory_counts import pool_counts
 from tests.unit.engine.channels.fake_transport import FakeNetwork, FakeTransport
 from torchweft import knobs
 from torchweft.engine.channels.memory import Budget, BufferPool, Copier
@@ -159,29 +158,14 @@ def test_a_view_that_another_thread_settles_is_left_to_it(receiving: Slabs) -> N
             return True
 
     receiving._lent.ended = Taken()
-    receiving.trim(0.0)
     assert receiving.take(KIB).size_bytes >= KIB
-
-
-def test_idle_slabs_are_released(
-    network: FakeNetwork, budget: Budget, pool: BufferPool, receiving: Slabs
-) -> None:
-    slab = receiving.take(5000)
-    receiving.give_back(slab)
-    receiving.trim(1000.0)
-    assert network.registered == 1
-    del slab
-    receiving.trim(0.0)
-    assert network.registered == 0
-    assert budget.reserved_bytes == 0
-    assert pool_counts(pool).leased_bytes == 0
 
 
 def test_slabs_beyond_the_budget_are_released_when_they_come_back(
     network: FakeNetwork, budget: Budget, receiving: Slabs
 ) -> None:
     slabs = [receiving.take(40 * KIB) for _ in range(3)]
-    assert budget.reserved_bytes == 0
+    assert budget.reserved_bytes == 64 * KIB
     for slab in slabs:
         receiving.give_back(slab)
     assert budget.reserved_bytes == 64 * KIB
