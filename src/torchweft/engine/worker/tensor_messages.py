@@ -35,8 +35,6 @@ from torch.nn import Parameter
 
 from torchweft import knobs
 from torchweft.engine.channels.channel import LENT, CannotGet, Channel, Entry, Handle, Received
-from torchweft.engine.channels.channel import Peer as AnyPeer
-from torchweft.engine.channels.channels import Channels
 from torchweft.engine.channels.cuda import out_of_memory
 from torchweft.engine.channels.device_copies import HostCopies, Staging, Uploads, as_tensor
 from torchweft.engine.codec import tensors as codec
@@ -181,7 +179,7 @@ class Parcel:
 
     __slots__ = ("_entries", "_peer", "buffers", "copies", "following", "table", "taken", "token")
 
-    def __init__(self, peer: AnyPeer, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, peer: Peer, buffers: Sequence[Tensor]) -> None:
         self._peer = peer
         self.buffers = buffers
         self._entries: list[Any] = [None] * len(buffers)
@@ -254,255 +252,6 @@ class Parcel:
                 handle.take_back()
 
 
-class Buffers:
-    """The buffers of the messages of one worker. Thread-safe.
-
-    Attributes:
-        on_pulled: Called with peer, channel and bytes after buffers have been got, while traced.
-
-    Args:
-        channels: The channels.
-        ask_again: Has a peer send the buffers of a message behind it; called with the peer, the
-            control part of the request, and the reason. Blocks.
-    """
-
-    def __init__(
-        self,
-        channels: Channels,
-        ask_again: Callable[[Any, bytes, Exception], Sequence[Buffer]],
-    ) -> None:
-        self._home = home = channels.home
-        self._channels = channels
-        self._ask_again = ask_again
-        self._staging = Staging(home.page_locks)
-        self._uploads = Uploads(home.pool, home.page_locks)
-        self._small_bytes = knobs.SMALL_ON_DEVICE_BYTES.get()
-        self._limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
-        self.on_pulled: Callable[[Any, str, int], None] | None = None
-
-    # Sending
-
-    def put(self, peer: AnyPeer, buffers: Sequence[Tensor]) -> Parcel:
-        """Assigns each buffer of a message to a channel, and lets the channels prepare it.
-
-        Args:
-            peer: The receiver.
-            buffers: Flat, contiguous tensors. To be called in a thread on whose current streams the
-                values of those on devices are made.
-        """
-        usable, parcel = peer.ways.usable, Parcel(peer, buffers)
-        left: Sequence[int] = range(len(buffers))
-        try:
-            if not all(map(_IS_ON_HOST, buffers)):
-                left = self._from_devices(parcel, usable)
-            for channel in usable:
-                if not left:
-                    break
-                if channel.is_for_devices:
-                    continue
-                if parcel.copies is not None and not channel.sends_apart:
-                    parcel.wait_for_copies()
-                left = parcel.offer(channel, left)
-            parcel.close(left)
-        except BaseException:
-            parcel.take_back()
-            raise
-        return parcel
-
-    def count(self, peer: AnyPeer, parcel: Parcel) -> dict[str, int]:
-        """Counts the bytes of a message that do not go over the link, which it returns by names."""
-        found: dict[str, int] = {}
-        for channel, handles in parcel.taken:
-            for handle in handles:
-                name = LENT if handle.is_shared else channel.counted_as
-                found[name] = found.get(name, 0) + handle.size_bytes
-        for name, size_bytes in found.items():
-            peer.moved[name] += size_bytes
-            if name == LENT:
-                self._channels.lent_bytes += size_bytes
-            else:
-                self._channels.offered_bytes += size_bytes
-        return found
-
-    def _from_devices(self, parcel: Parcel, usable: Sequence[Channel]) -> list[int]:
-        """Offers buffers to channels between devices; brings the other ones to the host.
-
-        Returns the positions of those that no channel has taken.
-        """
-        buffers, memory = parcel.buffers, list(parcel.buffers)
-        on_devices = [n for n, buffer in enumerate(buffers) if not _IS_ON_HOST(buffer)]
-        left: Sequence[int] = on_devices
-        for channel in usable:
-            if channel.is_for_devices and left:
-                left = parcel.offer(channel, left)
-        copied = [position for position in left if buffers[position].is_cuda]
-        if len(copied) == 1 and buffers[copied[0]].nbytes <= self._small_bytes:
-            copied = []  # Pinned memory is no gain.
-        if copied:
-            parcel.copies = self._staging.begin([buffers[n] for n in copied], cut=True)
-            for position, each in zip(copied, parcel.copies.memories, strict=True):
-                memory[position] = as_tensor(each)
-        offered = set(on_devices).difference(left)
-        rest = [n for n in range(len(buffers)) if n not in offered]
-        for position in set(rest).difference(copied):
-            memory[position] = buffers[position].cpu()
-        parcel.buffers = memory
-        return rest
-
-    def supply(self, peer: AnyPeer, token: int, number: int, *, is_lasting: bool) -> list[Handle]:
-        """Returns the handles of buffers that did not reach a peer over a channel.
-
-        Args:
-            peer: The peer.
-            token: The message.
-            number: The channel.
-            is_lasting: Whether the peer cannot receive over the channel any more.
-
-        Raises:
-            ProtocolError: There is no such channel.
-        """
-        channel = self._channels.by_number.get(number)
-        if channel is None:
-            raise ProtocolError(f"a peer asks for tensors of channel {number}")
-        if is_lasting:
-            reason = f"worker {peer.name!r} cannot get tensors of this process that way"
-            peer.ways.give_up(channel.name, reason)
-        return peer.held.take(token, channel)
-
-    # Receiving
-
-    def get(
-        self, peer: AnyPeer, table: Buffer, following: Sequence[Received], wanted: Wanted
-    ) -> Sequence[Received]:
-        """Returns all buffers of a message, in order. May block.
-
-        Args:
-            peer: The sender.
-            table: The message's table.
-            following: The buffers that followed the message.
-            wanted: Returns the device of each buffer's tensor here, by position.
-
-        Raises:
-            ProtocolError: The table, or a handle in it, is impossible.
-            WorkerLost: The sender was lost before its buffers could be fetched.
-        """
-        token, entries = decode_table(table, list(map(len, following)), self._limit_bytes)
-        first = self._channels.by_number.get(entries[0].channel) if len(entries) == 1 else None
-        if first is not None and not first.is_held:
-            # The usual message, one tensor in shared memory: what follows takes 5 us.
-            return self._get(peer, first, token, entries)
-        waiting = self._by_channel(peer, entries)
-        found: dict[int, Received] = {}
-        is_held = any(channel.is_held for channel in waiting)
-        try:
-            devices = wanted() if any(channel.is_for_devices for channel in waiting) else {}
-            while waiting:
-                channel = next(iter(waiting))
-                own = waiting.pop(channel)
-                if channel.is_for_devices:
-                    own = {n: each._replace(device=devices.get(n)) for n, each in own.items()}
-                got = self._get(peer, channel, token, list(own.values()))
-                found.update(zip(own, got, strict=True))
-        finally:
-            self._drop(peer, token, waiting, is_held)
-        rest = iter(following)
-        return [found[n] if n in found else next(rest) for n in range(len(entries))]
-
-    def _get(
-        self, peer: AnyPeer, channel: Channel, token: int, entries: Sequence[Entry]
-    ) -> Sequence[Received]:
-        try:
-            buffers = channel.get(peer, token, entries)
-        except CannotGet as error:
-            request = encode_ints(token, channel.number, int(error.is_lasting))
-            supplied = self._ask_again(peer, request, error)
-            if [len(buffer) for buffer in supplied] != [entry.size_bytes for entry in entries]:
-                raise ProtocolError(
-                    f"worker {peer.name!r} could not resend tensors that did not come: {error}"
-                ) from None
-            return supplied
-        size_bytes = sum(map(_SIZE, entries))
-        self._channels.pulled_bytes += size_bytes
-        peer.moved[f"received {channel.name}"] += size_bytes
-        if self.on_pulled is not None:
-            self.on_pulled(peer, channel.name, size_bytes)
-        return buffers
-
-    def drop(self, peer: AnyPeer, table: Buffer, following: Sequence[Received]) -> None:
-        """Tells the sender to release the buffers of a message that will not be read.
-
-        Raises:
-            ProtocolError: The table is malformed.
-        """
-        token, entries = decode_table(table, list(map(len, following)), self._limit_bytes)
-        waiting = self._by_channel(peer, entries)
-        self._drop(peer, token, waiting, any(channel.is_held for channel in waiting))
-
-    def upload(
-        self,
-        peer: AnyPeer,
-        buffers: Sequence[Received],
-        devices: Mapping[int, torch.device | None],
-    ) -> list[Received]:
-        """Copies the host's memory that belongs on GPUs there; returns all buffers. Blocks.
-
-        Args:
-            peer: The sender.
-            buffers: The memory of its message.
-            devices: The device of each buffer by its place.
-
-        Raises:
-            torch.OutOfMemoryError: A device has too little memory.
-        """
-        wanted = {
-            place: (memoryview(buffer), device)
-            for place, buffer in enumerate(buffers)
-            if (device := devices.get(place)) is not None
-            and device.type == "cuda"
-            and not isinstance(buffer, Tensor)
-        }
-        memories = [memory for memory, _ in wanted.values()]
-        try:
-            copies = self._uploads.to_devices(memories, [device for _, device in wanted.values()])
-        except torch.OutOfMemoryError as error:
-            size_bytes = sum([memory.nbytes for memory in memories])
-            raise out_of_memory(self._home.name, peer, size_bytes, error) from None
-        found = dict(zip(wanted, copies, strict=True))
-        return [found.get(place, buffer) for place, buffer in enumerate(buffers)]
-
-    def _by_channel(
-        self, peer: AnyPeer, entries: Sequence[Entry]
-    ) -> dict[Channel, dict[int, Entry]]:
-        """Returns the buffers to get over each channel, by their positions."""
-        found: dict[Channel, dict[int, Entry]] = {}
-        for position, entry in enumerate(entries):
-            if entry.channel != FOLLOWS:
-                channel = self._channels.by_number.get(entry.channel)
-                if channel is None:
-                    raise ProtocolError(
-                        f"worker {peer.name!r} sends by channel {entry.channel}, which this "
-                        "version does not have"
-                    )
-                found.setdefault(channel, {})[position] = entry
-        return found
-
-    def _drop(
-        self,
-        peer: AnyPeer,
-        token: int,
-        waiting: Mapping[Channel, dict[int, Entry]],
-        is_held: bool,
-    ) -> None:
-        """Drops the buffers that are left; reports that the message needs no handles any more."""
-        for channel, own in waiting.items():
-            channel.drop(peer, token, list(own.values()))
-        if is_held:
-            self._home.post(peer, Kind.PULLED, encode_ints(token))
-
-
-# The messages
-
-
 class TensorMessage:
     """The tensors of a message with tables, as received.
 
@@ -569,7 +318,7 @@ def local_frame(kind: Kind, flags: int, number: int, message: LocalMessage) -> F
 
 
 class TensorMessages:
-    """Encodes and decodes tensor messages for one worker.
+    """Encodes and decodes tensor messages for one worker. Thread-safe.
 
     Args:
         agent: The worker's agent.
@@ -578,13 +327,18 @@ class TensorMessages:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._channels = agent.channels
-        self.buffers = Buffers(agent.channels, agent.ask_again)
         self._name = agent.info.name
+        self._staging = Staging(agent.page_locks)
+        self._uploads = Uploads(agent.pool, agent.page_locks)
+        self._small_bytes = knobs.SMALL_ON_DEVICE_BYTES.get()
+        self._limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         self.on_offered: Callable[[Peer, Kind, int, Mapping[str, int]], None] | None = None
         """Called for each message some of whose tensors do not go over the link, while traced."""
         self.on_fetched: Callable[[Peer, float], None] | None = None
         """Called after tensors were fetched, or could not be, with the begin, while traced."""
+        self.on_pulled: Callable[[Any, str, int], None] | None = None
+        """Called with peer, channel and bytes after buffers have been got, while traced."""
         agent.timers.add(agent.channels.tick)
         agent.receiver.on(Kind.PULLED, _on_pulled, inline=True)
         agent.receiver.on(Kind.SUPPLY, self._on_supply, inline=True)
@@ -628,7 +382,7 @@ class TensorMessages:
         if len(tensors) > self._tensor_limit:
             raise too_many(self._tensor_limit)
         table, buffers = describe(tensors, place)
-        parcel = self.buffers.put(peer, buffers)
+        parcel = self.put(peer, buffers)
         try:
             control = b"".join((front, encode_tables(table, parcel.table)))
             frame = encode_frame(kind, flags | TABLES, number, control, parcel.following)
@@ -638,10 +392,77 @@ class TensorMessages:
         if parcel.taken:
             # Last: no tensor may begin to arrive of a message that cannot be sent after all.
             parcel.begin(may_wait=kind == Kind.REPLY)
-            moved = self.buffers.count(peer, parcel)
+            moved = self.count(peer, parcel)
             if self.on_offered is not None:
                 self.on_offered(peer, kind, number, moved)
         return frame
+
+    def put(self, peer: Peer, buffers: Sequence[Tensor]) -> Parcel:
+        """Assigns each buffer of a message to a channel, and lets the channels prepare it.
+
+        Args:
+            peer: The receiver.
+            buffers: Flat, contiguous tensors. To be called in a thread on whose current streams the
+                values of those on devices are made.
+        """
+        usable, parcel = peer.ways.usable, Parcel(peer, buffers)
+        left: Sequence[int] = range(len(buffers))
+        try:
+            if not all(map(_IS_ON_HOST, buffers)):
+                left = self._from_devices(parcel, usable)
+            for channel in usable:
+                if not left:
+                    break
+                if channel.is_for_devices:
+                    continue
+                if parcel.copies is not None and not channel.sends_apart:
+                    parcel.wait_for_copies()
+                left = parcel.offer(channel, left)
+            parcel.close(left)
+        except BaseException:
+            parcel.take_back()
+            raise
+        return parcel
+
+    def count(self, peer: Peer, parcel: Parcel) -> dict[str, int]:
+        """Counts the bytes of a message that do not go over the link, which it returns by names."""
+        found: dict[str, int] = {}
+        for channel, handles in parcel.taken:
+            for handle in handles:
+                name = LENT if handle.is_shared else channel.counted_as
+                found[name] = found.get(name, 0) + handle.size_bytes
+        for name, size_bytes in found.items():
+            peer.moved[name] += size_bytes
+            if name == LENT:
+                self._channels.lent_bytes += size_bytes
+            else:
+                self._channels.offered_bytes += size_bytes
+        return found
+
+    def _from_devices(self, parcel: Parcel, usable: Sequence[Channel]) -> list[int]:
+        """Offers buffers to channels between devices; brings the other ones to the host.
+
+        Returns the positions of those that no channel has taken.
+        """
+        buffers, memory = parcel.buffers, list(parcel.buffers)
+        on_devices = [n for n, buffer in enumerate(buffers) if not _IS_ON_HOST(buffer)]
+        left: Sequence[int] = on_devices
+        for channel in usable:
+            if channel.is_for_devices and left:
+                left = parcel.offer(channel, left)
+        copied = [position for position in left if buffers[position].is_cuda]
+        if len(copied) == 1 and buffers[copied[0]].nbytes <= self._small_bytes:
+            copied = []  # Pinned memory is no gain.
+        if copied:
+            parcel.copies = self._staging.begin([buffers[n] for n in copied], cut=True)
+            for position, each in zip(copied, parcel.copies.memories, strict=True):
+                memory[position] = as_tensor(each)
+        offered = set(on_devices).difference(left)
+        rest = [n for n in range(len(buffers)) if n not in offered]
+        for position in set(rest).difference(copied):
+            memory[position] = buffers[position].cpu()
+        parcel.buffers = memory
+        return rest
 
     def read(self, frame: Frame) -> TensorMessage:
         """Decodes the tables of a received message, without fetching tensors.
@@ -669,7 +490,7 @@ class TensorMessages:
                 raise
             began_s = time.monotonic()
             try:
-                message.buffers = self.buffers.get(
+                message.buffers = self.get(
                     peer,
                     message.channel_table,
                     message.buffers,
@@ -679,16 +500,125 @@ class TensorMessages:
                 if self.on_fetched is not None:
                     self.on_fetched(peer, began_s)
             message.channel_table = b""
-        if any(entry.flags & ON_DEVICE for entry in message.entries) and not all(
-            isinstance(buffer, Tensor) for buffer in message.buffers
-        ):
-            devices = devices_of(message.entries, name)
-            message.buffers = self.buffers.upload(peer, message.buffers, devices)
+        if any(entry.flags & ON_DEVICE for entry in message.entries):
+            message.buffers = self._upload(peer, message.buffers, devices_of(message.entries, name))
 
     def discard(self, peer: Peer, message: TensorMessage) -> None:
         """Tells the sender to release the tensors of a message that will not be read."""
         if message.channel_table:
-            self.buffers.drop(peer, message.channel_table, message.buffers)
+            table, sizes = message.channel_table, list(map(len, message.buffers))
+            token, entries = decode_table(table, sizes, self._limit_bytes)
+            waiting = self._by_channel(peer, entries)
+            self._drop(peer, token, waiting, any(channel.is_held for channel in waiting))
+
+    def get(
+        self, peer: Peer, table: Buffer, following: Sequence[Received], wanted: Wanted
+    ) -> Sequence[Received]:
+        """Returns all buffers of a message, in order. May block.
+
+        Args:
+            peer: The sender.
+            table: The message's table.
+            following: The buffers that followed the message.
+            wanted: Returns the device of each buffer's tensor here, by position.
+
+        Raises:
+            ProtocolError: The table, or a handle in it, is impossible.
+            WorkerLost: The sender was lost before its buffers could be fetched.
+        """
+        token, entries = decode_table(table, list(map(len, following)), self._limit_bytes)
+        first = self._channels.by_number.get(entries[0].channel) if len(entries) == 1 else None
+        if first is not None and not first.is_held:
+            # The usual message, one tensor in shared memory: what follows takes 5 us.
+            return self._get(peer, first, token, entries)
+        waiting = self._by_channel(peer, entries)
+        found: dict[int, Received] = {}
+        is_held = any(channel.is_held for channel in waiting)
+        try:
+            devices = wanted() if any(channel.is_for_devices for channel in waiting) else {}
+            while waiting:
+                channel = next(iter(waiting))
+                own = waiting.pop(channel)
+                if channel.is_for_devices:
+                    own = {n: each._replace(device=devices.get(n)) for n, each in own.items()}
+                got = self._get(peer, channel, token, list(own.values()))
+                found.update(zip(own, got, strict=True))
+        finally:
+            self._drop(peer, token, waiting, is_held)
+        rest = iter(following)
+        return [found[n] if n in found else next(rest) for n in range(len(entries))]
+
+    def _get(
+        self, peer: Peer, channel: Channel, token: int, entries: Sequence[Entry]
+    ) -> Sequence[Received]:
+        try:
+            buffers = channel.get(peer, token, entries)
+        except CannotGet as error:
+            request = encode_ints(token, channel.number, int(error.is_lasting))
+            supplied = self._agent.ask_again(peer, request, error)
+            if [len(buffer) for buffer in supplied] != [entry.size_bytes for entry in entries]:
+                raise ProtocolError(
+                    f"worker {peer.name!r} could not resend tensors that did not come: {error}"
+                ) from None
+            return supplied
+        size_bytes = sum(map(_SIZE, entries))
+        self._channels.pulled_bytes += size_bytes
+        peer.moved[f"received {channel.name}"] += size_bytes
+        if self.on_pulled is not None:
+            self.on_pulled(peer, channel.name, size_bytes)
+        return buffers
+
+    def _by_channel(self, peer: Peer, entries: Sequence[Entry]) -> dict[Channel, dict[int, Entry]]:
+        """Returns the buffers to get over each channel, by their positions."""
+        found: dict[Channel, dict[int, Entry]] = {}
+        for position, entry in enumerate(entries):
+            if entry.channel != FOLLOWS:
+                channel = self._channels.by_number.get(entry.channel)
+                if channel is None:
+                    raise ProtocolError(
+                        f"worker {peer.name!r} sends by channel {entry.channel}, which this "
+                        "version does not have"
+                    )
+                found.setdefault(channel, {})[position] = entry
+        return found
+
+    def _drop(
+        self,
+        peer: Peer,
+        token: int,
+        waiting: Mapping[Channel, dict[int, Entry]],
+        is_held: bool,
+    ) -> None:
+        """Drops the buffers that are left; reports that the message needs no handles any more."""
+        for channel, own in waiting.items():
+            channel.drop(peer, token, list(own.values()))
+        if is_held:
+            self._channels.home.post(peer, Kind.PULLED, encode_ints(token))
+
+    def _upload(
+        self,
+        peer: Peer,
+        buffers: Sequence[Received],
+        devices: Mapping[int, torch.device | None],
+    ) -> Sequence[Received]:
+        """Copies the host's memory that belongs on GPUs there; returns all buffers. Blocks."""
+        wanted = {
+            place: (memoryview(buffer), device)
+            for place, buffer in enumerate(buffers)
+            if (device := devices.get(place)) is not None
+            and device.type == "cuda"
+            and not isinstance(buffer, Tensor)
+        }
+        if not wanted:
+            return buffers
+        memories = [memory for memory, _ in wanted.values()]
+        try:
+            copies = self._uploads.to_devices(memories, [device for _, device in wanted.values()])
+        except torch.OutOfMemoryError as error:
+            size_bytes = sum([memory.nbytes for memory in memories])
+            raise out_of_memory(self._name, peer, size_bytes, error) from None
+        found = dict(zip(wanted, copies, strict=True))
+        return [found.get(place, buffer) for place, buffer in enumerate(buffers)]
 
     def _on_supply(self, peer: Peer, frame: Frame) -> None:
         """Sends, behind a message, buffers that did not reach the peer over their channel.
@@ -698,8 +628,14 @@ class TensorMessages:
         numbers = decode_ints(frame.control)
         if len(numbers) != 3:
             raise ProtocolError(f"a request to send again has {len(numbers)} numbers")
-        token, channel, is_lasting = numbers
-        handles = self.buffers.supply(peer, token, channel, is_lasting=bool(is_lasting))
+        token, number, is_lasting = numbers
+        channel = self._channels.by_number.get(number)
+        if channel is None:
+            raise ProtocolError(f"a peer asks for tensors of channel {number}")
+        if is_lasting:
+            reason = f"worker {peer.name!r} cannot get tensors of this process that way"
+            peer.ways.give_up(channel.name, reason)
+        handles = peer.held.take(token, channel)
 
         def supply(*_: object) -> None:
             buffers: list[memoryview] = []

@@ -225,7 +225,7 @@ class Recorder:
         worker.watch(watcher)
         worker.tensor_messages.on_fetched = watcher.fetched
         worker.tensor_messages.on_offered = watcher.offered
-        worker.tensor_messages.buffers.on_pulled = watcher.pulled
+        worker.tensor_messages.on_pulled = watcher.pulled
         self._hooks = _note_steps(watcher)
         agent.links.on_made = self._trace_link
         for peer in list(agent.peers.values()):
@@ -241,7 +241,7 @@ class Recorder:
         agent, worker = self._agent, self._worker
         agent.links.on_made = None
         recording.links.end()
-        worker.tensor_messages.buffers.on_pulled = None
+        worker.tensor_messages.on_pulled = None
         worker.tensor_messages.on_offered = None
         worker.tensor_messages.on_fetched = None
         for hook in self._hooks:

@@ -4,6 +4,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from torchweft.engine.channels.channels import Channels
 from torchweft.engine.wire.messages import Kind, decode_ints
 from torchweft.engine.worker.tensor_messages import (
     FOLLOWS,
-    Buffers,
+    TensorMessage,
+    TensorMessages,
     decode_table,
     encode_table,
 )
@@ -100,7 +102,7 @@ def asked() -> list[tuple[int, ...]]:
 
 
 @pytest.fixture
-def channels(fakes: list[Fake], posts: Posts, asked: list[tuple[int, ...]]) -> Buffers:
+def channels(fakes: list[Fake], posts: Posts, asked: list[tuple[int, ...]]) -> TensorMessages:
     def ask(peer: Any, request: bytes, reason: Exception) -> list[bytes]:
         asked.append(decode_ints(request))
         return [b"y" * 100]
@@ -109,7 +111,16 @@ def channels(fakes: list[Fake], posts: Posts, asked: list[tuple[int, ...]]) -> B
         made = Channels(make_home(posts))
     made.close(0.0)
     made.by_number = {each.number: each for each in fakes}
-    return Buffers(made, ask)
+    agent: Any = SimpleNamespace(
+        channels=made,
+        info=SimpleNamespace(name="here"),
+        page_locks=made.home.page_locks,
+        pool=made.home.pool,
+        timers=SimpleNamespace(add=lambda job: None),
+        receiver=SimpleNamespace(on=lambda kind, handler, inline: None),
+        ask_again=ask,
+    )
+    return TensorMessages(agent)
 
 
 @pytest.fixture
@@ -203,7 +214,7 @@ def test_tokens_of_many_threads_differ(fakes: list[Fake]) -> None:
 
 
 def test_a_buffer_takes_the_first_channel_that_has_room(
-    channels: Buffers, fakes: list[Fake], peer: SomePeer
+    channels: TensorMessages, fakes: list[Fake], peer: Any
 ) -> None:
     fakes[0].room, fakes[1].sends_apart = 1, True  # type: ignore[misc]
     parcel = channels.put(peer, tensors(5, 100, 150, 250, 99, 0))
@@ -227,7 +238,7 @@ def test_a_buffer_takes_the_first_channel_that_has_room(
 
 
 def test_where_all_buffers_follow_there_is_no_table(
-    channels: Buffers, fakes: list[Fake], peer: SomePeer
+    channels: TensorMessages, fakes: list[Fake], peer: Any
 ) -> None:
     parcel = channels.put(peer, tensors(0, 10, 99))
     assert parcel.table == b""
@@ -237,7 +248,7 @@ def test_where_all_buffers_follow_there_is_no_table(
 
 
 def test_nothing_is_held_for_a_channel_whose_buffers_come_back_otherwise(
-    channels: Buffers, fakes: list[Fake], peer: SomePeer
+    channels: TensorMessages, fakes: list[Fake], peer: Any
 ) -> None:
     fakes[0].room = fakes[1].room = 0
     parcel = channels.put(peer, tensors(500))
@@ -248,7 +259,7 @@ def test_nothing_is_held_for_a_channel_whose_buffers_come_back_otherwise(
 
 
 def test_a_channel_that_raises_leaves_nothing(
-    channels: Buffers, fakes: list[Fake], peer: SomePeer
+    channels: TensorMessages, fakes: list[Fake], peer: Any
 ) -> None:
     fakes[1].error = KeyboardInterrupt()  # type: ignore[assignment]
     fakes[0].room = 1
@@ -274,7 +285,7 @@ def no_devices() -> dict[int, torch.device | None]:
 
 
 def test_buffers_are_put_in_the_message_s_order(
-    channels: Buffers, fakes: list[Fake], peer: SomePeer, posts: Posts
+    channels: TensorMessages, fakes: list[Fake], peer: Any, posts: Posts
 ) -> None:
     pulled: list[tuple[str, int]] = []
     channels.on_pulled = lambda peer, name, size_bytes: pulled.append((name, size_bytes))
@@ -285,7 +296,7 @@ def test_buffers_are_put_in_the_message_s_order(
 
 
 def test_nothing_is_reported_where_nothing_is_held(
-    channels: Buffers, peer: SomePeer, posts: Posts
+    channels: TensorMessages, peer: Any, posts: Posts
 ) -> None:
     assert channels.get(peer, *message(Entry(13, 2, b"z")), no_devices) == [b"zz"]
     assert posts.sent == []
@@ -293,9 +304,9 @@ def test_nothing_is_reported_where_nothing_is_held(
 
 @pytest.mark.parametrize("is_lasting", [True, False])
 def test_what_does_not_come_is_asked_for(
-    channels: Buffers,
+    channels: TensorMessages,
     fakes: list[Fake],
-    peer: SomePeer,
+    peer: Any,
     asked: list[tuple[int, ...]],
     is_lasting: bool,
 ) -> None:
@@ -307,7 +318,7 @@ def test_what_does_not_come_is_asked_for(
 
 
 def test_what_comes_in_another_size_is_an_error_and_the_rest_is_dropped(
-    channels: Buffers, fakes: list[Fake], peer: SomePeer, posts: Posts
+    channels: TensorMessages, fakes: list[Fake], peer: Any, posts: Posts
 ) -> None:
     fakes[0].error = CannotGet("broken")
     with pytest.raises(ProtocolError, match=r"'worker1' could not resend .* broken"):
@@ -317,14 +328,15 @@ def test_what_comes_in_another_size_is_an_error_and_the_rest_is_dropped(
 
 
 def test_a_message_that_is_not_read_is_dropped(
-    channels: Buffers, fakes: list[Fake], peer: SomePeer, posts: Posts
+    channels: TensorMessages, fakes: list[Fake], peer: Any, posts: Posts
 ) -> None:
-    channels.drop(peer, *message(*MIXED))
+    table, following = message(*MIXED)
+    channels.discard(peer, TensorMessage(b"", table, following, "here", 10))  # type: ignore[arg-type]
     assert [fake.events for fake in fakes] == [["drop 2"], ["drop 1"], []]
     assert [kind for kind, _ in posts.sent] == [Kind.PULLED]
 
 
-def test_a_channel_of_another_version_is_refused(channels: Buffers, peer: SomePeer) -> None:
+def test_a_channel_of_another_version_is_refused(channels: TensorMessages, peer: Any) -> None:
     with pytest.raises(ProtocolError, match="channel 99"):
         channels.get(peer, *message(Entry(99, 1, b"a")), no_devices)
 

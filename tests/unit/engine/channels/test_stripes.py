@@ -276,7 +276,7 @@ def send_slowly(sender: Member, to: Member, copy: SlowCopy) -> list[torch.Tensor
     try:
         stripes.begin(peer, token, handles, may_wait=False, copies=copy)
         entries = [Entry(Stripes.number, each.size_bytes, each.content) for each in handles]
-        memories = to.tensor_messages.buffers._get(to.peer(sender), data_of(to), token, entries)
+        memories = to.tensor_messages._get(to.peer(sender), data_of(to), token, entries)
     finally:
         peer.held.release(token)
     return [torch.frombuffer(memory, dtype=torch.float32) for memory in memories]
