@@ -211,6 +211,11 @@ class Meeting(NamedTuple):
         """Whether both processes are for certain on one host."""
         return bool(self.here.boot_id) and self.here.boot_id == self.there.boot_id
 
+    def obstacle(self, own: str) -> str:
+        """Returns this side's reason not to use the channel, or that of the peer."""
+        theirs = self.text("obstacle")
+        return own or (f"of the peer: {theirs}" if theirs else "")
+
     def text(self, name: str) -> str:
         """Returns a text that the peer told; raises ProtocolError if it is none."""
         text = self.told.get(name, "")

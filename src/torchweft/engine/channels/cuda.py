@@ -541,11 +541,9 @@ class CudaIpc(Channel):
         More is found out by the first tensor: a trial would start CUDA in processes that need none.
         """
         here, there = meeting.here, meeting.there
-        obstacle, theirs = str(self.describe()["obstacle"]), meeting.text("obstacle")
+        obstacle = meeting.obstacle(str(self.describe()["obstacle"]))
         if obstacle:
             return obstacle
-        if theirs:
-            return f"of the peer: {theirs}"
         if not meeting.is_one_host:
             return f"the peer is on another host ({there.hostname})"
         if here.pid == there.pid and here.pid_namespace == there.pid_namespace:

@@ -522,8 +522,8 @@ class Copier:
 
     def __init__(self, name: str = "weft-copy") -> None:
         self._name = name
-        self._shared_pull_bytes = knobs.SHARED_PULL_BYTES.get()
-        self._shared_copy_bytes = knobs.SHARED_COPY_BYTES.get()
+        self._shared_pull_bytes = max(knobs.SHARED_PULL_BYTES.get(), PIECE_BYTES)
+        self._shared_copy_bytes = max(knobs.SHARED_COPY_BYTES.get(), PIECE_BYTES)
         self._cores = usable_cores()
         self._may_share = len(self._cores) > 1
         self._avoided_core = -1
@@ -537,12 +537,15 @@ class Copier:
         Raises:
             OSError: Some bytes could not be read; the contents of ``into`` are undefined.
         """
-        target = address_of(into)
+        target, size_bytes = address_of(into), into.nbytes
+        if size_bytes < self._shared_pull_bytes:
+            pull_range(pid, address, target, size_bytes)
+            return
 
-        def step(offset: int, size_bytes: int, keep: memoryview = into) -> None:
-            pull_range(pid, address + offset, target + offset, size_bytes)
+        def step(offset: int, piece_bytes: int, keep: memoryview = into) -> None:
+            pull_range(pid, address + offset, target + offset, piece_bytes)
 
-        self._move(into.nbytes, self._shared_pull_bytes, step)
+        self._move(size_bytes, step)
 
     def copy(self, source: int, target: int, size_bytes: int, keep: object) -> None:
         """Copies memory from one address to another.
@@ -553,11 +556,14 @@ class Copier:
             size_bytes: How much to copy.
             keep: Keeps both memories meanwhile, also if this thread is interrupted.
         """
+        if size_bytes < self._shared_copy_bytes:
+            ctypes.memmove(target, source, size_bytes)
+            return
 
         def step(offset: int, piece_bytes: int, keep: object = keep) -> None:
             ctypes.memmove(target + offset, source + offset, piece_bytes)
 
-        self._move(size_bytes, self._shared_copy_bytes, step)
+        self._move(size_bytes, step)
 
     def close(self) -> None:
         """Ends the helper thread and waits for it; later copies run without it."""
@@ -568,8 +574,8 @@ class Copier:
             self._jobs.put(None)
             helper.join()
 
-    def _move(self, size_bytes: int, shared_from_bytes: int, step: Step) -> None:
-        if size_bytes < max(shared_from_bytes, PIECE_BYTES) or not self._may_share:
+    def _move(self, size_bytes: int, step: Step) -> None:
+        if not self._may_share:
             step(0, size_bytes)
             return
         step(0, PIECE_BYTES)

@@ -503,12 +503,10 @@ class Rdma(Channel):
 
     def accept(self, peer: Peer, meeting: Meeting) -> str:
         """Returns why this process cannot read the peer's memory, as far as is known yet."""
-        theirs = meeting.text("obstacle")
-        if self._own_obstacle:
-            return self._own_obstacle
-        if theirs:
-            return f"of the peer: {theirs}"
-        return "the peer is on this host" if meeting.is_one_host and not is_forced() else ""
+        obstacle = meeting.obstacle(self._own_obstacle)
+        if not obstacle and meeting.is_one_host and not is_forced():
+            return "the peer is on this host"
+        return obstacle
 
     # Sending
 
