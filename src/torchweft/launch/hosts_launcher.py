@@ -20,7 +20,7 @@ from torchweft import knobs
 from torchweft.errors import ConfigurationError, HostError
 from torchweft.launch.host_connection import Host
 from torchweft.launch.hosts import HostNurseries
-from torchweft.launch.job import Job, serve_open_job
+from torchweft.launch.job import Job
 from torchweft.launch.launchers import Launcher, Order
 from torchweft.launch.local_cluster import Cluster
 from torchweft.launch.nursery import WARM_MODULES, WorkerSource
@@ -80,7 +80,7 @@ class HostsLauncher(Launcher):
         if order.restarts.scope != GROUP:
             raise ConfigurationError(
                 "--restart worker is for workers of one machine, as their meeting place is a "
-                "store in the launcher; over hosts use --restart group"
+                "file of the launcher; over hosts use --restart group"
             )
         preload = WARM_MODULES if order.is_warm else ()
         try:
@@ -281,13 +281,8 @@ class _HostsCluster(Cluster):
 class _RestartingHostsCluster(_HostsCluster, RestartingCluster):
     """A cluster on other hosts that restarts workers; hosts too, if the launcher replaces them."""
 
-    def _open_store(self) -> None:
-        """Opens none: the workers meet at the TCP store."""
-
-    def _job(self, name: str, rank: int) -> dict[str, object]:
-        return serve_open_job(
-            name, rank, options=self._plain_options(), init_method=self._rendezvous()
-        )
+    def _init_method(self) -> str:
+        return self._rendezvous()
 
     def _joining_options(self) -> RpcBackendOptions:
         options = super()._joining_options()

@@ -1,23 +1,17 @@
 """Defines where the workers of a run meet, and the environment variables that tell them.
 
 Workers of a group of known size meet at a port, where the worker of rank 0 hosts the store. Workers
-of an open group meet at a store in the launcher. The loop that follows the workers serves that
-store, which needs neither torch nor a thread. It lives as long as the run, whichever worker dies.
-Nothing listens on the network. Every user of the machine can see the socket's name, so the server
-checks each sender: the kernel attaches the sending user to each datagram. See
-``torchweft.engine.worker.rendezvous`` for the workers' side.
+of an open group meet at a file in a folder of the launcher, which no other user can enter. It lives
+as long as the run, whichever worker dies, and nothing listens. See ``GroupFile`` in
+``torchweft.engine.worker.rendezvous``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import secrets
 import socket
-import struct
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 from torchweft.errors import ConfigurationError
 
@@ -108,115 +102,27 @@ class PortMeeting:
         self._port.close()
 
 
-class StoreMeeting:
-    """A store in this process, for an open group, which has no fixed size.
+class FileMeeting:
+    """A file for an open group, which has no fixed size.
 
-    Attributes:
-        server: The store, which the run's loop must serve.
+    Args:
+        folder: A folder that only this user can enter; the caller removes it after the run.
     """
 
-    def __init__(self) -> None:
-        self.server = StoreServer()
+    def __init__(self, folder: str) -> None:
+        self._init_method = f"file://{os.path.join(folder, 'group')}"
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Returns ``base`` without a size and a port, but with the store's address.
+        """Returns ``base`` without a size and a port, but with the file.
 
         A store that the user has named is kept: it may connect workers of several machines.
         """
         environment = {key: value for key, value in base.items() if key not in _OF_CLOSED_GROUPS}
-        environment.setdefault(INIT_METHOD_VARIABLE, self.server.init_method)
+        environment.setdefault(INIT_METHOD_VARIABLE, self._init_method)
         return environment
 
     def renew(self) -> None:
         """Does nothing: restarted workers rejoin the workers that stayed."""
 
     def close(self) -> None:
-        """Closes the store."""
-        self.server.close()
-
-
-# The store in the launcher
-
-_REQUEST_BYTES = 1 << 18
-_AT_ONCE = 64
-"""Requests answered before the loop looks after the workers again."""
-
-# Errors of malformed requests: nested too deeply, or with an infinite number.
-_NONSENSE = (ValueError, TypeError, KeyError, RecursionError, OverflowError)
-
-_CREDENTIALS = struct.Struct("3i")  # process, user and group, as Linux has them
-
-
-class StoreServer:
-    """Keeps keys and values, and answers requests from workers of this user.
-
-    Attributes:
-        init_method: The address by which workers find the store.
-    """
-
-    def __init__(self) -> None:
-        name = f"weft-meeting-{secrets.token_hex(16)}"
-        self.init_method = f"unix://{name}"
-        self._values: dict[str, str] = {}
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._socket.setblocking(False)
-        self._socket.bind(f"\0{name}")
-        self._operations: dict[str, Callable[..., object]] = {
-            "set": self._values.__setitem__,
-            "get": self._values.__getitem__,
-            "add": self._add,
-            "compare_set": self._compare_set,
-            "delete": lambda key: self._values.pop(key, None) is not None,
-            "check": lambda keys: all(key in self._values for key in keys),
-        }
-
-    def fileno(self) -> int:
-        """Returns the descriptor that is readable when a request has arrived."""
-        return self._socket.fileno()
-
-    def serve(self) -> None:
-        """Answers pending requests; does not block."""
-        for _ in range(_AT_ONCE):
-            try:
-                request, control, _, sender = self._socket.recvmsg(
-                    _REQUEST_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
-                )
-            except BlockingIOError:
-                return
-            if sender and _is_of_this_user(control):
-                with contextlib.suppress(OSError):  # the worker died meanwhile, or does not listen
-                    self._socket.sendto(self._answer(request), sender)
-
-    def close(self) -> None:
-        """Closes the socket; the keys are lost."""
-        self._socket.close()
-
-    def _answer(self, request: bytes) -> bytes:
-        try:
-            operation, *arguments = json.loads(request)
-            answer: dict[str, object] = {"value": self._operations[operation](*arguments)}
-        except _NONSENSE as error:
-            answer = {"problem": f"{type(error).__name__}: {error}"}
-        return json.dumps(answer).encode()
-
-    def _add(self, key: str, amount: int) -> int:
-        total = int(self._values.get(key, "0")) + amount
-        self._values[key] = str(total)
-        return total
-
-    def _compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Behaves like PyTorch's stores: a missing key equals the empty string."""
-        current = self._values.get(key)
-        if current == expected or (current is None and not expected):
-            self._values[key] = desired
-            return desired
-        return expected if current is None else current
-
-
-def _is_of_this_user(control: list[tuple[int, int, Any]]) -> bool:
-    for level, kind, data in control:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-            _, user, _ = _CREDENTIALS.unpack(data)
-            return bool(user == os.geteuid())
-    return False
+        """Does nothing: the file goes with its folder."""

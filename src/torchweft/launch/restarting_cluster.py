@@ -1,9 +1,9 @@
 """A cluster that restarts workers that die.
 
 The caller cannot be restarted, so the whole group cannot be either. The group is therefore open:
-each worker comes back by itself, under its name and rank. All workers meet at a store in this
-process, which the thread that follows the workers serves. Workers of other hosts meet at a TCP
-store of this process, see ``torchweft.launch.hosts_launcher``.
+each worker comes back by itself, under its name and rank. All workers meet at a file in the
+cluster's folder. Workers of other hosts meet at a TCP store of this process, see
+``torchweft.launch.hosts_launcher``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torchweft.errors import LaunchError, WeftError
 from torchweft.launch.job import serve_open_job
 from torchweft.launch.leave_watch import LeaveWatch
 from torchweft.launch.local_cluster import Cluster
-from torchweft.launch.meeting import StoreServer
 from torchweft.launch.report import Repeats, RunReport, describe_worker
 from torchweft.launch.restarts import WORKER, RestartPlan, RestartPolicy
 from torchweft.launch.supervisor import Supervisor
@@ -43,7 +42,6 @@ class RestartingCluster(Cluster):
         self._policy = RestartPolicy(terms.restarts, WORKER)
         self._policy.check()
         self._report = RunReport(self._console, self._policy, self.names, "weft", has_status=False)
-        self._server: StoreServer | None = None
         self._plan = RestartPlan(self._policy, self.names, 0.0)
         self._repeats = Repeats(is_of_group=False)
         self._is_bug = False
@@ -55,23 +53,17 @@ class RestartingCluster(Cluster):
         super().abandon()
 
     def _start_workers(self) -> None:
-        self._server = self._open_store()
         self._plan = RestartPlan(self._policy, self.names, time.monotonic())
         self._repeats = Repeats(is_of_group=False)
         self._has_left = False
         super()._start_workers()
 
-    def _open_store(self) -> StoreServer | None:
-        """Returns the store to serve, if workers meet at one."""
-        return StoreServer()
+    def _init_method(self) -> str:
+        return f"file://{self._rendezvous()}"
 
     def _job(self, name: str, rank: int) -> dict[str, object]:
-        assert self._server is not None
         return serve_open_job(
-            name,
-            rank,
-            options=self._plain_options(),
-            init_method=self._server.init_method,
+            name, rank, options=self._plain_options(), init_method=self._init_method()
         )
 
     def _join(self) -> None:
@@ -86,16 +78,12 @@ class RestartingCluster(Cluster):
 
     def _joining_options(self) -> RpcBackendOptions:
         """Returns the options with which the caller joins."""
-        assert self._server is not None
         options = self._plain_options()
         options.check()
-        options.init_method = self._server.init_method
+        options.init_method = self._init_method()
         return options
 
     def _follow_workers(self, supervisor: Supervisor) -> None:
-        if self._server is not None:
-            # Serve until the caller has left: leaving still uses the store.
-            supervisor.watch(self._server.fileno(), self._server.serve)
         while not (self._has_left and supervisor.is_done):
             if self._is_closing:
                 self._plan.cancel()
@@ -156,9 +144,3 @@ class RestartingCluster(Cluster):
             worker=last.name,
             exit_code=last.exit_code,
         )
-
-    def _clean_up(self) -> None:
-        super()._clean_up()
-        if self._server is not None:
-            self._server.close()
-            self._server = None

@@ -14,7 +14,7 @@ from torchweft.errors import ConfigurationError, LaunchError
 from torchweft.launch.console import Console
 from torchweft.launch.control import Ladder
 from torchweft.launch.job import Job
-from torchweft.launch.meeting import INIT_METHOD_VARIABLE, Meeting, PortMeeting, StoreMeeting
+from torchweft.launch.meeting import INIT_METHOD_VARIABLE, FileMeeting, Meeting, PortMeeting
 from torchweft.launch.nursery import WARM_MODULES, Nursery, WorkerSource
 from torchweft.launch.report import Repeats, RunReport, shell_status, signal_name
 from torchweft.launch.restarts import GROUP, RestartPlan, RestartPolicy
@@ -81,12 +81,11 @@ def run_workers(
     knobs.check_environment()
     check_seed(seed)
     scrapes = _scrapes_here(names, metrics)
-    meeting = _meeting(len(names), master_port, policy)
     environment = compute_environment(os.environ, len(names))
     preload = WARM_MODULES if is_warm else ()
     with (
-        closing(meeting),
         tempfile.TemporaryDirectory(prefix="weft-run-", ignore_cleanup_errors=True) as notes,
+        closing(_meeting(len(names), master_port, policy, notes)) as meeting,
         Nursery(preload=preload, environment=environment) as nursery,
     ):
         nursery.remove_at_end(notes)
@@ -106,7 +105,7 @@ def _scrapes_here(names: Sequence[str], metrics: Address | None) -> Scrapes | No
     return scrapes
 
 
-def _meeting(count: int, master_port: int, policy: RestartPolicy) -> Meeting:
+def _meeting(count: int, master_port: int, policy: RestartPolicy, folder: str) -> Meeting:
     if policy.scope == GROUP:
         if policy.limit and INIT_METHOD_VARIABLE in os.environ:
             raise ConfigurationError(
@@ -119,7 +118,7 @@ def _meeting(count: int, master_port: int, policy: RestartPolicy) -> Meeting:
             "workers that are started again one by one meet at the launcher, not at a port of the "
             "first worker, which may die; leave --master-port away"
         )
-    return StoreMeeting()
+    return FileMeeting(folder)
 
 
 class Run:
@@ -170,8 +169,6 @@ class Run:
         self._supervisor = Supervisor(
             nursery, console, workers, self._worker_ended, self._report.started
         )
-        if isinstance(meeting, StoreMeeting):
-            self._supervisor.watch(meeting.server.fileno(), meeting.server.serve)
         self._status = 0
         self._is_ending = False
         self._failure: WorkerExit | None = None

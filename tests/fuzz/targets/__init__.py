@@ -20,7 +20,6 @@ NAMES = (
     "stripes",
     "greeting",
     "membership",
-    "meeting",
     "backward",
     "stream",
     "strict_member",

@@ -23,10 +23,6 @@ keys, with the secret, and reads only signed values: see ``SignedStore``. The re
 a value belongs to *this* run. Counters, and the presence of keys, are not protected: an attacker
 can use them to keep workers from finding each other, and no more.
 
-A store in a worker ends with that worker. So for workers which join and leave, the launcher keeps
-the keys, see ``torchweft.launch.meeting`` and ``LauncherStore``. Each operation is one request
-datagram and one reply datagram, which are received whole or not at all.
-
 ``GroupFile`` is the store of an open group in a file, ``file:///path``. PyTorch's file store
 appends each operation to the file, and every process that opens it reads all of them: joining takes
 the longer, the more workers have come before. A record that is half written, since its process was
@@ -102,14 +98,7 @@ _NO_VALUE = "?"
 _PREFIX = b"signed:"
 _SIGNATURE_BYTES = 64  # in hexadecimal
 
-LAUNCHER_SCHEME = "unix"
 _LOOK_AGAIN_S = 0.02
-_ANSWER_BYTES = 1 << 18
-
-_opened: dict[str, Store] = {}
-"""Open stores by name: a PyTorch store that wraps one keeps only its C++ half alive."""
-_MOST_OPENED = 16
-"""How many of them are kept: a process is in one group at a time."""
 
 
 def within(limit_s: float, place: str, operation: Callable[[], T]) -> T:
@@ -302,115 +291,6 @@ def _split(content: bytes) -> tuple[bytes, bytes]:
     return signature, content[_SIGNATURE_BYTES:]
 
 
-def open_launcher_store(name: str, timeout_s: float) -> LauncherStore:
-    """Returns the store of the launcher whose socket is called ``name``.
-
-    Args:
-        name: The name that the launcher told its workers.
-        timeout_s: How long to wait for one answer, or for the value of a key.
-    """
-    return _kept(name, LauncherStore(name, timeout_s))
-
-
-S = TypeVar("S", bound=Store)
-
-
-def _kept(name: str, store: S) -> S:
-    """Keeps a store open; returns it."""
-    _opened.pop(name, None)
-    _opened[name] = store
-    for former in list(_opened)[:-_MOST_OPENED]:
-        del _opened[former]
-    return store
-
-
-class _PolledStore(Store):
-    """A store that is asked again and again for keys that are not there.
-
-    Args:
-        timeout_s: How long to wait for the value of a key.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__()
-        self._timeout_s = timeout_s
-
-    def get(self, key: str) -> bytes:
-        """Returns the value of a key; waits until the key is there."""
-        self.wait([key])
-        return self._get(key)
-
-    def _get(self, key: str) -> bytes:
-        raise NotImplementedError
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there.
-
-        Raises:
-            RuntimeError: The keys did not come in time, or the store is gone.
-        """
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        deadline_s = time.monotonic() + limit_s
-        while not self.check(list(keys)):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise RuntimeError(f"{', '.join(keys)} did not come within {limit_s:.1f} s")
-            time.sleep(min(_LOOK_AGAIN_S, left_s))
-
-
-class LauncherStore(_PolledStore):
-    """Asks the launcher for keys and values; thread-safe. Made by ``open_launcher_store``."""
-
-    def __init__(self, name: str, timeout_s: float) -> None:
-        super().__init__(timeout_s)
-        self._name = name
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", key, _text(value))
-
-    def _get(self, key: str) -> bytes:
-        return _bytes(self._ask("get", key))
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", key, amount))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return _bytes(self._ask("compare_set", key, _text(expected), _text(desired)))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask("check", list(keys)))
-
-    def deleteKey(self, key: str) -> bool:
-        """Removes a key; returns whether it was there."""
-        return bool(self._ask("delete", key))
-
-    def _ask(self, *request: object) -> Any:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
-            asking.settimeout(self._timeout_s if self._timeout_s < math.inf else None)
-            asking.bind("")  # the kernel assigns an address for the answer
-            try:
-                asking.connect(f"\0{self._name}")
-                asking.send(json.dumps(request).encode())
-                answer = json.loads(asking.recv(_ANSWER_BYTES))
-            except OSError as error:
-                raise RuntimeError(
-                    f"the launcher, which hosts the rendezvous store, does not answer: {error}; "
-                    "has 'torchweft run' ended?"
-                ) from error
-        if "problem" in answer:
-            raise RuntimeError(f"the launcher refuses {request[0]}: {answer['problem']}")
-        return answer["value"]
-
-
-# JSON has no bytes; in Latin-1 each character stands for one byte.
-def _text(value: str | bytes) -> str:
-    return (value.encode() if isinstance(value, str) else value).decode("latin-1")
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("latin-1")
-
-
 _LENGTH = struct.Struct("<I")
 _REGULAR, _REMOVED = b"/", b"-"
 """What stands before a key, and before that in a record that removes it."""
@@ -418,7 +298,13 @@ _OWN = b"weft/"
 """Is in each key of a group; a file store of PyTorch has a key without it from its first moment."""
 
 
-class GroupFile(_PolledStore):
+_opened: dict[str, GroupFile] = {}
+"""Open stores by path: a PyTorch store that wraps one keeps only its C++ half alive."""
+_MOST_OPENED = 16
+"""How many of them are kept: a process is in one group at a time."""
+
+
+class GroupFile(Store):
     """Keeps keys and values in a file; thread-safe, and safe if processes are killed.
 
     Args:
@@ -427,7 +313,8 @@ class GroupFile(_PolledStore):
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__(timeout_s)
+        super().__init__()
+        self._timeout_s = timeout_s
         self.path = os.path.realpath(path)
         with self._locked():
             pass  # Finds out whether the file can be made and read.
@@ -435,8 +322,24 @@ class GroupFile(_PolledStore):
     def set(self, key: str, value: str | bytes) -> None:
         self._change(lambda values: values.__setitem__(_key(key), _encoded(value)))
 
-    def _get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key; waits until the key is there."""
+        self.wait([key])
         return self._change(lambda values: values[_key(key)])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys are there.
+
+        Raises:
+            RuntimeError: The keys did not come in time.
+        """
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline_s = time.monotonic() + limit_s
+        while not self.check(list(keys)):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise RuntimeError(f"{', '.join(keys)} did not come within {limit_s:.1f} s")
+            time.sleep(min(_LOOK_AGAIN_S, left_s))
 
     def add(self, key: str, amount: int) -> int:
         def add_to(values: dict[bytes, bytes]) -> int:
@@ -489,6 +392,8 @@ class GroupFile(_PolledStore):
                 yield file
                 return
             finally:
+                # A process that was forked meanwhile has the lock, too, until it is released.
+                fcntl.flock(file, fcntl.LOCK_UN)
                 os.close(file)
 
     def _is_current(self, file: int) -> bool:
@@ -573,8 +478,7 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     """Opens the store that ``init_method`` names.
 
     Args:
-        init_method: ``env://`` (the default), ``tcp://host:port``, ``file:///path``, or what
-            ``torchweft run`` tells its workers.
+        init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``.
         rank: This worker's rank; rank 0 hosts the store of ``tcp://`` and ``env://``.
         world_size: Number of workers; None for an open group.
         timeout_s: Bound of the wait, in seconds.
@@ -586,8 +490,6 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     """
     method = init_method or "env://"
     _check_method(method)
-    if urlsplit(method).scheme == LAUNCHER_SCHEME:
-        return open_launcher_store(urlsplit(method).netloc, timeout_s)
     if world_size is None and urlsplit(method).scheme == "file":
         return _open_group_file(method, timeout_s)
     separator = "&" if "?" in method else "?"
@@ -613,7 +515,11 @@ def _open_group_file(method: str, timeout_s: float) -> Any:
     path = urlsplit(method).path
     try:
         store = within(timeout_s, method, lambda: GroupFile(path, timeout_s))
-        return _kept(store.path, store)
+        _opened.pop(store.path, None)
+        _opened[store.path] = store
+        for former in list(_opened)[:-_MOST_OPENED]:
+            del _opened[former]
+        return store
     except RendezvousTimeout:
         raise
     except OSError as error:
@@ -670,7 +576,7 @@ def why_not_open(
 
 def _check_method(method: str) -> None:
     scheme = urlsplit(method).scheme
-    if scheme not in ("env", "tcp", "file", LAUNCHER_SCHEME):
+    if scheme not in ("env", "tcp", "file"):
         raise ConfigurationError(
             f"init_method {method!r} is unknown; use env://, tcp://host:port, file:///path, "
             "or pass a store"

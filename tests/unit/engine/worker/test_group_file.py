@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
-from torchweft.engine.worker.rendezvous import GroupFile
+from torchweft.engine.worker.rendezvous import GroupFile, open_store
 from torchweft.errors import RendezvousError
 
 LIMIT_S = 5.0
@@ -51,3 +55,46 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("this is no store\n")
     with pytest.raises(RendezvousError, match="no rendezvous store"):
         GroupFile(str(tmp_path / "text"), LIMIT_S).set("weft/0/ids", "1")
+
+
+def test_pytorch_reaches_every_operation(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/group"
+    store = PrefixStore("weft/0", open_store(method, 0, None, LIMIT_S))
+    gc.collect()  # The test holds no reference to the store's Python half.
+    assert not store.check(["key"])
+    store.set("key", "värde \0")
+    assert store.get("key") == "värde \0".encode()
+    assert store.add("number", 2) == 2
+    assert store.add("number", 3) == 5
+    assert store.compare_set("kind", "", "open") == b"open"
+    assert store.compare_set("kind", "", "closed") == b"open"
+    store.wait(["key", "kind"], timedelta(seconds=LIMIT_S))
+    assert store.check(["key", "kind"])
+
+
+def test_a_wait_ends_when_another_sets_the_key(tmp_path: Path) -> None:
+    path = str(tmp_path / "group")
+    setter = threading.Timer(0.05, lambda: GroupFile(path, LIMIT_S).set("late", "v"))
+    setter.start()
+    assert GroupFile(path, LIMIT_S).get("late") == b"v"
+    setter.join()
+
+
+def test_a_wait_in_vain_is_bounded(tmp_path: Path) -> None:
+    store = GroupFile(str(tmp_path / "group"), LIMIT_S)
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"never did not come within 0\.1 s"):
+        store.wait(["never"], timedelta(seconds=0.1))
+    assert 0.1 <= time.monotonic() - start_s < 2.0
+
+
+def test_a_process_forked_while_the_file_was_locked_does_not_keep_the_lock(tmp_path: Path) -> None:
+    store = GroupFile(str(tmp_path / "group"), LIMIT_S)
+    with store._locked() as file:
+        inherited = os.dup(file)  # A fork shares the open file in the same way.
+    other = os.open(store.path, os.O_RDWR)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(other)
+        os.close(inherited)

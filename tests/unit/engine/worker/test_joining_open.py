@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import contextlib
 import itertools
-import select
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ from torchweft.engine.protocol.joining import Admission
 from torchweft.engine.protocol.registration import Registration
 from torchweft.engine.worker.rendezvous import SignedStore, enter, join, note_left, open_store
 from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
-from torchweft.launch.meeting import StoreServer
 from torchweft.secret import Secret
 
 LIMIT_S = 10.0
@@ -67,56 +63,32 @@ class CountingStore:
 
 
 @pytest.mark.keeps("threads", "descriptors")  # of PyTorch's stores
-@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "launcher"])
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_joining_and_the_store_do_not_grow_with_those_who_came_before(
     kind: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "store"
-    with contextlib.closing(StoreServer()) as server, serving(server):
-        store: Any
-        if kind == "tcp":
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        elif kind == "hash":
-            store = HashStore()
-        else:
-            method = server.init_method if kind == "launcher" else f"file://{path}"
-            store = open_store(method, 0, None, LIMIT_S)
-        size_of: dict[str, Callable[[], int]] = {
-            "launcher": lambda: sum(map(len, (*server._values, *server._values.values()))),
-            "file": lambda: path.stat().st_size,
-        }
-        prefixed = PrefixStore("weft/0", store)
-        come(prefixed, "server", 0)
-        counts, sizes = [], []
-        for number in range(80):
-            # Half of the ranks come again.
-            counted = CountingStore(prefixed)
-            admission = come(counted, f"client{number}", 1 + number % 40)
-            assert list(admission.earlier) == [0]
-            counts.append(counted.count)
-            note_left(prefixed, admission.me.id, admission.token)
-            sizes.append(size_of.get(kind, store.num_keys)())
-        assert max(counts[-10:]) <= max(counts[:10])
-        digits = 20 if kind in size_of else 0
-        assert max(sizes[-10:]) <= max(sizes[:10]) + digits
-
-
-@contextlib.contextmanager
-def serving(server: StoreServer) -> Iterator[None]:
-    ended = threading.Event()
-
-    def serve() -> None:
-        while not ended.is_set():
-            if select.select([server], [], [], 0.05)[0]:
-                server.serve()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    store: Any
+    if kind == "tcp":
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    elif kind == "hash":
+        store = HashStore()
+    else:
+        store = open_store(f"file://{path}", 0, None, LIMIT_S)
+    prefixed = PrefixStore("weft/0", store)
+    come(prefixed, "server", 0)
+    counts, sizes = [], []
+    for number in range(80):
+        # Half of the ranks come again.
+        counted = CountingStore(prefixed)
+        admission = come(counted, f"client{number}", 1 + number % 40)
+        assert list(admission.earlier) == [0]
+        counts.append(counted.count)
+        note_left(prefixed, admission.me.id, admission.token)
+        sizes.append(path.stat().st_size if kind == "file" else store.num_keys())
+    assert max(counts[-10:]) <= max(counts[:10])
+    digits = 20 if kind == "file" else 0
+    assert max(sizes[-10:]) <= max(sizes[:10]) + digits
 
 
 def test_who_wrote_in_another_run_is_not_there() -> None:
