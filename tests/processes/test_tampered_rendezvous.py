@@ -121,21 +121,36 @@ def address_of(listener: socket.socket) -> str:
 
 
 def test_another_registration(store: Store, trap: socket.socket) -> None:
-    store.begin("b", 1, 2)
-    store.await_key("worker/1")
-    store.keys.set("worker/1", json.dumps(registration("b", 1, address_of(trap))))
-    store.begin("a", 0, 2)
+    store.begin("a", 0, 3)
+    token = store.await_key("round").decode()[-32:]
+    store.begin("b", 1, 3)
+    store.keys.set(f"worker/2/{token}", json.dumps(registration("c", 2, address_of(trap))))
     for name in "ab":
-        with pytest.raises(RendezvousError, match=r"'worker/1' was not written with the secret"):
+        with pytest.raises(
+            RendezvousError, match=r"'worker/2/\w+' was not written with the secret"
+        ):
             store.result(name)
 
 
 def test_another_directory(store: Store, trap: socket.socket) -> None:
-    store.begin("b", 1, 2)
+    store.begin("a", 0, 3)
+    token = store.await_key("round").decode()[-32:]
+    store.begin("b", 1, 3)
     mine = {"name": "b", "id": 1, "addresses": [], "main": "", "facts": {}}
-    store.keys.set("directory", directory(registration("a", 0, address_of(trap)), mine))
-    with pytest.raises(RendezvousError, match=r"'directory' was not written with the secret"):
+    told = directory(registration("a", 0, address_of(trap)), mine)
+    store.keys.set(f"directory/{token}", told)
+    with pytest.raises(RendezvousError, match=r"'directory/\w+' was not written with the secret"):
         store.result("b")
+    store.close()
+
+
+def test_another_round(store: Store) -> None:
+    store.keys.set("round", TOKEN)
+    store.begin("b", 1, 2)
+    store.await_key(f"worker/1/{TOKEN}")
+    store.join("a", 0, 2)  # The attacker can delay it until a leader begins a round, and no more.
+    store.result("b")
+    assert store.do("b", call, "a") == 4.0
 
 
 def test_the_directory_of_another_run(warm: OpenWorkers, tmp_path: Path) -> None:
@@ -145,7 +160,8 @@ def test_the_directory_of_another_run(warm: OpenWorkers, tmp_path: Path) -> None
     for name in "ab":
         former.result(name)
     assert former.do("b", call, "a") == 4.0
-    store.keys.set("directory", former.await_key("directory"))
+    for key in ("round", f"directory/{former.await_key('round').decode()[-32:]}"):
+        store.keys.set(key, former.await_key(key))
     with pytest.raises(RendezvousError, match="does not have rank 1 as it registered"):
         store.join("b", 1, 2)
     former.close()
@@ -177,7 +193,8 @@ def test_another_member_of_an_open_group(store: Store, trap: socket.socket) -> N
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\xff" * 100, b"null", b'{"token": 1}'])
 @pytest.mark.parametrize("has_secret", [True, False])
 def test_nonsense(store: Store, content: bytes, has_secret: bool) -> None:
-    store.keys.set("directory", content)
+    store.keys.set("round", TOKEN)
+    store.keys.set(f"directory/{TOKEN}", content)
     with pytest.raises(RendezvousError if has_secret else ProtocolError):
         store.join("b", 1, 2, has_secret=has_secret)
 
@@ -196,9 +213,10 @@ def test_a_worker_with_a_secret_and_one_without(store: Store) -> None:
 
 def misdirect(store: Store, address: str) -> None:
     """Makes a worker without a secret believe that another worker is at an address."""
+    store.keys.set("round", TOKEN)
     store.begin("b", 1, 2, has_secret=False)
-    own = json.loads(store.await_key("worker/1"))
-    store.keys.set("directory", directory(registration("a", 0, address), own))
+    own = json.loads(store.await_key(f"worker/1/{TOKEN}"))
+    store.keys.set(f"directory/{TOKEN}", directory(registration("a", 0, address), own))
     store.result("b")
 
 
@@ -238,7 +256,8 @@ def test_without_a_secret_another_user_is_not_talked_to(store: Store, kind: str)
 
 def test_without_a_secret_another_user_is_not_let_in(store: Store) -> None:
     store.join("a", 0, 1, has_secret=False)
-    for address in map(addresses.parse, json.loads(store.await_key("worker/0"))["addresses"]):
+    own = json.loads(store.await_key(f"worker/0/{store.await_key('round').decode()}"))
+    for address in map(addresses.parse, own["addresses"]):
         with addresses.dial(address, LIMIT_S) as connection:
             assert connection.recv(4096) != b""
         with as_nobody():

@@ -18,6 +18,7 @@ from torchweft.engine.protocol.joining import (
     Check,
     Forget,
     Get,
+    Glance,
     Introduce,
     NoteLeft,
     Peek,
@@ -55,6 +56,8 @@ class Store:
             return None
         if isinstance(request, Get):
             return values[request.key]
+        if isinstance(request, Glance):
+            return values[request.key].decode()
         if isinstance(request, (Check, Wait)):
             return request.key in values
         if isinstance(request, Peek):

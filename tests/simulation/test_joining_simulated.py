@@ -10,6 +10,7 @@ know each other. No two living workers have the same name or rank; an id names o
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -41,9 +42,10 @@ class ClosedRun:
         self.size = chance.randint(1, 5)
         self.is_calm = chance.random() < 0.4
         self.absent: set[int] = set()
+        self.is_kept = chance.random() < 0.5
+        if chance.random() < 0.3 and (self.is_kept or not self.is_calm):
+            self._leave_keys_of_another_run()
         if not self.is_calm:
-            if chance.random() < 0.3:
-                self._leave_keys_of_another_run()
             self.absent = {rank for rank in range(self.size) if chance.random() < 0.15}
         for rank in range(self.size):
             if rank not in self.absent:
@@ -53,14 +55,21 @@ class ClosedRun:
         return self.chance.random() * (1.0 if self.is_calm else self.chance.choice((1.0, 30.0)))
 
     def _leave_keys_of_another_run(self) -> None:
-        """Leaves old keys, as in a file or a launcher's store that was not emptied."""
-        for rank in range(self.size):
-            self.world.store.values[f"worker/{rank}"] = Registration(
-                f"old{rank}", rank, ("unix:@old",)
-            ).encode()
+        """Leaves old keys, as in a file that was not emptied, or in the store of torchrun's agent.
+
+        The former life may have ended at any step.
+        """
+        values = self.world.store.values
         old = tuple(Registration(f"old{rank}", rank, ("unix:@old",)) for rank in range(self.size))
+        for registration in old:
+            values[joining.arrival_key(registration.id)] = b""
+            values[joining.worker_key(registration.id, "old")] = registration.encode()
+        if self.chance.random() < 0.8:
+            values[joining.ROUND] = b"old"
         if self.chance.random() < 0.5:
-            self.world.store.values["directory"] = Directory("old", old).encode()
+            late = Directory.refused(RendezvousTimeout("late", (self.size - 1,)))
+            verdict = self.chance.choice((Directory("old", old), late))
+            values[joining.directory_key("old")] = verdict.encode()
 
     def begin(self, rank: int) -> None:
         chance, size = self.chance, self.size
@@ -69,7 +78,13 @@ class ClosedRun:
             size += 1
         life = self.world.begin(Registration(name, rank, (f"unix:@{chance.random()}",)))
         steps = joining.join_closed(
-            life.registration, size, f"token{rank}", TIMEOUT_S, self.world.clock
+            life.registration,
+            size,
+            f"token{rank}",
+            TIMEOUT_S,
+            self.world.clock,
+            deque(),
+            is_kept=self.is_kept,
         )
 
         def joined(directory: Directory) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,16 +15,12 @@ from torchweft.errors import LaunchError
 WATCH_S = 0.05
 """Seconds between checks whether a wait still makes sense."""
 
-_GROUP_PREFIX = re.compile(r"^weft/\d+/")
-
 
 class ClusterStore(Store):
     """Delegates to another store, which belongs to one group only.
 
-    It differs in two ways. It waits in short steps: PyTorch's stores wait in one call, which
-    neither a dead worker nor Ctrl-C interrupts. And it drops the number that ``init_rpc`` puts
-    before its keys. That number counts the groups of *this process*, so a caller in its second
-    cluster would have another number than the workers, which are in their first.
+    It waits in short steps: PyTorch's stores wait in one call, which neither a dead worker nor
+    Ctrl-C interrupts.
 
     Keep a reference to it for as long as it is used: a PyTorch store that wraps it keeps only its
     C++ half alive.
@@ -44,15 +39,15 @@ class ClusterStore(Store):
 
     def set(self, key: str, value: str) -> None:
         """Sets a key."""
-        self._store.set(_plain(key), value)
+        self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
         """Returns the value of a key, which must exist."""
-        return bytes(self._store.get(_plain(key)))
+        return bytes(self._store.get(key))
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys exist."""
-        return bool(self._store.check([_plain(key) for key in keys]))
+        return bool(self._store.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta.max) -> None:
         """Waits until all keys exist.
@@ -60,7 +55,6 @@ class ClusterStore(Store):
         Raises:
             RuntimeError: They were not set in time, or a worker has ended.
         """
-        plain = [_plain(key) for key in keys]
         left_s = timeout.total_seconds()
         while True:
             failure = self._failure()
@@ -68,7 +62,7 @@ class ClusterStore(Store):
                 raise failure
             step_s = min(WATCH_S, left_s)
             try:
-                self._wait_a_step(plain, max(step_s, 0.001))
+                self._wait_a_step(keys, max(step_s, 0.001))
                 return
             except RuntimeError:
                 left_s -= step_s
@@ -84,7 +78,3 @@ class ClusterStore(Store):
         if not self._store.check(keys):
             time.sleep(step_s)
             raise RuntimeError(f"{', '.join(keys)} not set within {step_s:.3f} s")
-
-
-def _plain(key: str) -> str:
-    return _GROUP_PREFIX.sub("", key)

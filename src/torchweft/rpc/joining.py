@@ -12,6 +12,7 @@ import platform
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -74,19 +75,15 @@ from torchweft.version import VERSION
 
 _log = logging.getLogger("torchweft")
 
-_groups_before = 0
-"""How many closed groups this process has joined, or been refused by, through an init method.
-
-Its store may outlive a group, so the keys of each group have this number. All workers must count
-the same, also those whose ``init_rpc`` is interrupted: only a verdict of rank 0 counts."""
+_rounds_over: deque[str] = deque(maxlen=64)
+"""The tokens of the closed groups that this process has joined, or been refused by: their store may
+outlive them."""
 _store_of_failure: Any = None
 """The store at which this process failed to join, until it joins or calls ``shutdown``: if it hosts
 the store, workers that come late must find the verdict there."""
 NAME_VARIABLE = "WEFT_WORKER_NAME"
 INIT_METHOD_VARIABLE = "WEFT_INIT_METHOD"
 _ENVIRONMENT_METHOD = "env://"
-_LOOK_S = 1.0
-"""How long a worker that could not join waits for the store to say why."""
 
 
 @without_own_frames
@@ -156,6 +153,7 @@ def join_group(
     Like ``init_rpc``, but takes only a name and a store from the environment. The workers meet at
     the address of ``place`` if nothing else names one.
     """
+    global _store_of_failure
     knobs.check_environment()
     options.check()
     name = _checked_name(name, rank)
@@ -166,22 +164,13 @@ def join_group(
         )
     standard_streams.reserve_descriptors()
     heed()
-    metrics = numbered = None
+    metrics = None
+    store = options.store
     try:
-        store = options.store
         if store is None:
             method = _given_method(options) or _found_method(place)
             opened = rendezvous.open_store(method, rank, world_size, options.init_timeout)
-            # A worker that comes back to an open group must find the same keys.
             store = PrefixStore("weft/0", opened)
-            if world_size is not None:
-                store = numbered = _numbered(opened, options)
-                if method == _ENVIRONMENT_METHOD and rendezvous.is_needed():
-                    bounded = rendezvous.BoundedStore(store, options.init_timeout)
-                    name_of_round = rendezvous.agree(
-                        bounded, rank, world_size, options.init_timeout
-                    )
-                    store = PrefixStore(name_of_round, store)
         metrics = _listen_for_scrapes(place)
         if world_size is None:
             enter_open(name, rank, store, options)
@@ -190,39 +179,14 @@ def join_group(
     except BaseException:
         if metrics is not None:
             metrics.close()
-        if numbered is not None:
-            _failed(numbered)
+        if world_size is not None:
+            _store_of_failure = store
         raise
+    _store_of_failure = None
     current_node().agent.lifetime.has_joined = True
-    if numbered is not None:
-        _joined()
     if metrics is not None:
         url = metrics.serve(current_node()).url
         _log.info("worker %r serves its metrics at %s", name, url)
-
-
-def _numbered(opened: Any, options: RpcBackendOptions) -> Any:
-    """Returns the part of a store for the next closed group: the first one not given up."""
-    global _groups_before
-    while True:
-        store = PrefixStore(f"weft/{_groups_before}", opened)
-        bounded = rendezvous.BoundedStore(store, options.init_timeout)
-        if not rendezvous.is_incomplete(rendezvous.SignedStore(bounded, options.secret)):
-            return store
-        _groups_before += 1
-
-
-def _joined() -> None:
-    global _groups_before, _store_of_failure
-    _groups_before += 1
-    _store_of_failure = None
-
-
-def _failed(store: Any) -> None:
-    global _groups_before, _store_of_failure
-    _store_of_failure = store
-    if rendezvous.has_verdict(rendezvous.BoundedStore(store, _LOOK_S)):
-        _groups_before += 1
 
 
 def _listen_for_scrapes(place: Placement | None) -> Any:
@@ -395,7 +359,7 @@ def enter_closed(
         ConfigurationError: The device maps, or versions, of the workers do not fit together.
     """
     with _listening(name, rank, store, options) as (listeners, me, signed):
-        directory = rendezvous.join(signed, me, world_size, options.init_timeout)
+        directory = rendezvous.join(signed, me, world_size, options.init_timeout, _rounds_over)
         others = [each for each in directory.workers if each.id != rank]
         agent = _make_agent(directory.token, me, others, listeners, options, is_open=False)
         node = Node(agent, options, store, group=group_of(directory.token))

@@ -15,12 +15,12 @@ from torchweft.engine.protocol.registration import (
     why_not_by_value,
 )
 from torchweft.engine.worker.peers import maps_between
-from torchweft.errors import ConfigurationError, ProtocolError
+from torchweft.errors import ConfigurationError, ProtocolError, RendezvousTimeout, WeftError
 
 _WORDS_OF_JSON = (
     b'"name" "id" "addresses" "main" "facts" "later_rank" "token" "workers" "refusal" "missing" '
-    b'"has_duplicates" null true false [] {} "" 0 -1 1e999 NaN [[ ]] {"a": "\\ud800" '
-    b'"is_misconfigured" "devices" "maps" "listed" "count" "cpu" "cuda:0" "cuda:999" "here" "w" '
+    b'"kind" null true false [] {} "" 0 -1 1e999 NaN [[ ]] {"a": "\\ud800" '
+    b'"DuplicateName" "devices" "maps" "listed" "count" "cpu" "cuda:0" "cuda:999" "here" "w" '
     b'99999999999999999999 "network" "versions" "Python" "torch" "Weft" "is_far" "host"'
 )
 WORDS = (b": ", b", ", *_WORDS_OF_JSON.split())
@@ -80,8 +80,7 @@ def _read_directory(data: bytes) -> None:
     directory = Directory.decode(data)
     assert type(directory.token) is str
     assert type(directory.refusal) is str
-    assert type(directory.has_duplicates) is bool
-    assert type(directory.is_misconfigured) is bool
+    assert isinstance(directory.error(0.0), WeftError)
     assert all(type(rank) is int for rank in directory.missing)
     for registration in directory.workers:
         assert_sound(registration)
@@ -118,7 +117,7 @@ def seeds() -> list[bytes]:
         b"\0" + mapping.encode(),
         b"\0" + again.encode(),
         b"\1" + assemble(two, 2, "token", 0.5).encode(),
-        b"\1" + assemble(two, 3, "token", 0.5).encode(),
+        b"\1" + Directory.refused(RendezvousTimeout("late", (2,))).encode(),
         b"\1" + Directory("", (), refusal="no").encode(),
     ]
 

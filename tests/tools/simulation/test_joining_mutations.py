@@ -28,8 +28,9 @@ def keeps_a_refusal_to_itself(patch: pytest.MonkeyPatch) -> None:
         steps = lead(*arguments)
         request = next(steps)
         while True:
-            is_refusal = isinstance(request, Set) and b'"refusal": ""' not in bytes(request.value)
-            answer = None if is_refusal and request.key == "directory" else (yield request)
+            is_verdict = isinstance(request, Set) and request.key.startswith("directory/")
+            is_refusal = is_verdict and b'"refusal": ""' not in bytes(request.value)
+            answer = None if is_refusal else (yield request)
             try:
                 request = steps.send(answer)
             except StopIteration as end:
@@ -62,9 +63,30 @@ def trusts_every_directory(patch: pytest.MonkeyPatch) -> None:
 def follows_for_ever(patch: pytest.MonkeyPatch) -> None:
     """A worker waits for its leader without a limit."""
 
-    def mutant(*_: Any) -> Steps[Directory]:
-        yield Wait("directory", 1e9)
-        return Directory.decode((yield Get("directory")))
+    def mutant(*_: Any, **__: Any) -> Steps[Directory]:
+        yield Wait(joining.ROUND, 1e9)
+        token = (yield Get(joining.ROUND)).decode()
+        yield Wait(joining.directory_key(token), 1e9)
+        return Directory.decode((yield Get(joining.directory_key(token))))
+
+
+def takes_rounds_that_are_over(patch: pytest.MonkeyPatch) -> None:
+    """A worker takes the verdict of a former life for its own."""
+    follow = joining._follow
+
+    def mutant(*arguments: Any, **_: Any) -> Steps[Directory]:
+        return follow(*arguments, is_kept=False)
+
+    patch.setattr(joining, "_follow", mutant)
+
+
+def leaves_workers_in_earlier_rounds(patch: pytest.MonkeyPatch) -> None:
+    """The leader does not call workers that wait in an earlier round into its own."""
+
+    def mutant(token: str, over: Any) -> Steps[None]:
+        yield Set(joining.ROUND, token)
+
+    patch.setattr(joining, "_begin_round", mutant)
 
     patch.setattr(joining, "_follow", mutant)
 
@@ -170,6 +192,8 @@ FAULTS: list[tuple[Fault, type[Run]]] = [
     (allows_two_of_one_name, ClosedRun),
     (trusts_every_directory, ClosedRun),
     (follows_for_ever, ClosedRun),
+    (takes_rounds_that_are_over, ClosedRun),
+    (leaves_workers_in_earlier_rounds, ClosedRun),
     (ends_with_its_store, ClosedRun),
     (gives_each_life_its_rank, OpenRun),
     (introduces_itself_to_nobody, OpenRun),

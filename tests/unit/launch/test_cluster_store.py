@@ -45,16 +45,3 @@ def test_a_worker_that_ended_ends_the_wait() -> None:
     with pytest.raises(LaunchError, match="'a'"):
         watched.wait(["key"], timedelta(seconds=60))
     assert store.waited_s == pytest.approx(2 * WATCH_S)
-
-
-def test_processes_meet_whatever_the_number_of_their_group() -> None:
-    shared = dist.HashStore()
-    # PyTorch's stores keep only the C++ part of another store alive, not its Python object.
-    unnumbered = ClusterStore(shared)
-    caller = dist.PrefixStore("weft/7", unnumbered)
-    worker = dist.PrefixStore("weft/0", unnumbered)
-    caller.set("worker/0", "hello")
-    worker.wait(["worker/0"], timedelta(seconds=1))
-    assert worker.check(["worker/0"])
-    assert worker.get("worker/0") == b"hello"
-    assert not worker.check(["worker/1"])

@@ -128,7 +128,7 @@ def test_options_are_used_and_not_changed() -> None:
     store = HashStore()
     options = rpc.RpcBackendOptions(store=store)
     assert auto_init_rpc(rpc_backend_options=options)(own_name)() == "worker0"
-    assert store.check(["directory"])
+    assert store.check(["round"])
 
 
 def test_options_of_another_kind_are_refused() -> None:

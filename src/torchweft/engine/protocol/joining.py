@@ -5,9 +5,17 @@ sent the answers. Their shell has the store, the clock and the threads; see
 ``torchweft.engine.worker.rendezvous.carry_out``. The error of a failed operation is thrown into the
 generator.
 
-*Closed*: every worker writes its registration; the leader collects them, checks them, and writes
-one directory, or a refusal that says what is wrong. So all workers fail with the same reason, and
-the store answers two requests per worker rather than one per pair.
+All keys of a group have its token, a random number, so that keys of another run do not count.
+
+*Closed*: the leader begins a *round* by writing its token. Every worker writes its registration;
+the leader collects them, checks them, and writes one directory, or a refusal that says what is
+wrong. So all workers fail with the same reason, and the store answers a few requests per worker
+rather than one per pair. A store may outlive the workers, such as that in torchrun's agent, and a
+process may join several groups at one store. So a worker may find a round that is over: one that
+this process has been in, or whose verdict came before its registration. It then waits for the next
+round; each leader notes the round that follows the one it has found. All these waits are for keys,
+without polling. The number of restarts would not tell rounds apart: each agent of torchrun counts
+only the failures of its own workers.
 
 *Open*: the store orders the newcomers, in one table with the ids of the workers that are there.
 Each enters it, reads the registrations of those before it, and introduces itself to them. Of two
@@ -21,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,8 +53,8 @@ GRACE_S = 5.0
 """How much longer the others wait for the leader, which must tell them the missing ranks."""
 READ_S = 0.5
 """How long the leader waits at most until all others have read the refusal."""
-DIRECTORY = "directory"
-"""The key of the leader's verdict: the directory of the group, or why there is none."""
+ROUND = "round"
+"""The key of the token of a closed group's latest round."""
 PRESENT = "present"
 """The key of the table of an open group: the workers that are there, by arrival."""
 _OPEN, _CLOSED = "open", "closed"
@@ -61,6 +70,12 @@ class Set(NamedTuple):
 
 class Get(NamedTuple):
     """A request: read a key that is there. Answered with its value, as bytes."""
+
+    key: str
+
+
+class Glance(NamedTuple):
+    """A request: read the text of a key that is there, whoever has written it."""
 
     key: str
 
@@ -166,6 +181,7 @@ class Forget(NamedTuple):
 Request = (
     Set
     | Get
+    | Glance
     | SetOnce
     | Peek
     | Swap
@@ -200,7 +216,14 @@ class Admission(NamedTuple):
 
 
 def join_closed(
-    me: Registration, world_size: int, token: str, timeout_s: float, clock: Callable[[], float]
+    me: Registration,
+    world_size: int,
+    token: str,
+    timeout_s: float,
+    clock: Callable[[], float],
+    over: deque[str],
+    *,
+    is_kept: bool = False,
 ) -> Steps[Directory]:
     """Registers a worker; waits for the directory of the whole group and returns it.
 
@@ -210,6 +233,9 @@ def join_closed(
         token: The token of the run, if this worker leads; 32 hexadecimal digits.
         timeout_s: How long to wait for all workers, in seconds.
         clock: Returns the time in seconds.
+        over: The tokens of the rounds that this process has been in, the latest last; gets that of
+            this one with its verdict.
+        is_kept: Whether the store keeps groups of former lives of these workers, as torchrun's.
 
     Raises:
         RendezvousTimeout: A worker did not come; the error names it.
@@ -218,21 +244,15 @@ def join_closed(
         RendezvousError: The leader was told another number of workers, or the group is open.
     """
     start_s = clock()
-    yield Set(registration_key(me.id), me.encode())
+    yield Set(arrival_key(me.id), "")
     if me.id == LEADER:
-        directory = yield from _lead(world_size, token, timeout_s, clock)
+        directory = yield from _lead(me, world_size, token, timeout_s, clock, over)
     else:
-        directory = yield from _follow(me.id, world_size, timeout_s, clock)
-    if not directory.refusal:
-        _check_directory(directory, me, world_size)
-        return directory
-    if directory.missing:
-        raise RendezvousTimeout(directory.refusal, directory.missing, clock() - start_s)
-    if directory.has_duplicates:
-        raise DuplicateName(directory.refusal)
-    if directory.is_misconfigured:
-        raise ConfigurationError(directory.refusal)
-    raise RendezvousError(directory.refusal)
+        directory = yield from _follow(me, world_size, timeout_s, clock, over, is_kept=is_kept)
+    if directory.refusal:
+        raise directory.error(clock() - start_s)
+    _check_directory(directory, me, world_size)
+    return directory
 
 
 def _check_directory(directory: Directory, me: Registration, world_size: int) -> None:
@@ -251,69 +271,113 @@ def _check_directory(directory: Directory, me: Registration, world_size: int) ->
 
 
 def _lead(
-    world_size: int, token: str, timeout_s: float, clock: Callable[[], float]
+    me: Registration,
+    world_size: int,
+    token: str,
+    timeout_s: float,
+    clock: Callable[[], float],
+    over: deque[str],
 ) -> Steps[Directory]:
     """Makes and writes the directory or the refusal; waits until a refusal is read."""
-    mixed = yield from _make_closed()
-    if mixed:
-        directory = Directory("", (), refusal=mixed)
-    else:
-        try:
-            directory = yield from _collect(world_size, token, timeout_s, clock)
-        except RendezvousError as error:  # A registration is not signed.
-            directory = Directory("", (), refusal=str(error))
-        except GeneratorExit:
-            raise
-        except BaseException as error:  # Ctrl-C: the others have come for nothing.
-            reason = f"rank {LEADER} was interrupted by {type(error).__name__} while it joined"
-            yield Set(DIRECTORY, Directory("", (), refusal=reason, missing=(LEADER,)).encode())
-            raise
-    yield Set(DIRECTORY, directory.encode())
+    yield Set(worker_key(me.id, token), me.encode())
+    try:
+        yield from _begin_round(token, over)
+        yield from _make_closed()
+        directory = yield from _collect(world_size, token, timeout_s, clock)
+    except (RendezvousError, ConfigurationError) as error:
+        directory = Directory.refused(error)
+    except GeneratorExit:
+        raise
+    except BaseException as error:  # Ctrl-C: the others have come for nothing.
+        reason = f"rank {LEADER} was interrupted by {type(error).__name__} while it joined"
+        interrupted = RendezvousTimeout(reason, (LEADER,))
+        over.append(token)
+        yield Set(directory_key(token), Directory.refused(interrupted).encode())
+        raise
+    over.append(token)
+    yield Set(directory_key(token), directory.encode())
     if directory.refusal:
         # The store may end with the leader.
         end_s = clock() + READ_S
         for rank in range(1, world_size):
-            if (yield from _is_there(registration_key(rank))):
-                yield Wait(_told_key(rank), end_s - clock())
+            if (yield from _is_there(worker_key(rank, token))):
+                yield Wait(_told_key(rank, token), end_s - clock())
     return directory
+
+
+def _begin_round(token: str, over: deque[str]) -> Steps[None]:
+    """Begins a round, and calls workers that wait in earlier ones into it."""
+    # A file may have been made anew since: then its workers wait in the round of this process.
+    earlier = {*list(over)[-1:]}
+    if (yield Check(ROUND)):
+        earlier.add((yield Glance(ROUND)))
+    yield Set(ROUND, token)
+    for each in earlier:
+        yield Set(_next_key(each), token)
+        if not (yield Check(directory_key(each))):  # Its leader has ended before the verdict.
+            yield Set(directory_key(each), Directory(each, ()).encode())
 
 
 def _collect(
     world_size: int, token: str, timeout_s: float, clock: Callable[[], float]
 ) -> Steps[Directory]:
+    """Returns the directory of the group; raises the error that says why there is none."""
     start_s = clock()
     registrations: dict[int, Registration] = {}
-    keys = tuple(map(registration_key, range(world_size)))
+    keys = tuple(worker_key(rank, token) for rank in range(world_size))
     for rank, key in enumerate(keys):
         if (yield Wait(key, start_s + timeout_s - clock(), keys)):
             registrations[rank] = Registration.decode((yield Get(key)))
             apart = why_apart(registrations.values())
             if apart:
-                return Directory("", (), refusal=apart)  # More workers would not change that.
+                raise RendezvousError(apart)  # More workers would not change that.
     return assemble(registrations, world_size, token, clock() - start_s)
 
 
 def _follow(
-    rank: int, world_size: int, timeout_s: float, clock: Callable[[], float]
+    me: Registration,
+    world_size: int,
+    timeout_s: float,
+    clock: Callable[[], float],
+    over: deque[str],
+    *,
+    is_kept: bool,
 ) -> Steps[Directory]:
-    """Waits for the directory or the refusal."""
+    """Registers in each round, and waits for the directory or the refusal of one that goes on."""
     start_s = clock()
-    keys = tuple(map(registration_key, range(world_size)))
-    is_written = yield Wait(DIRECTORY, timeout_s, keys)
-    # Without a leader no directory can follow.
-    if not is_written and (yield from _is_there(registration_key(LEADER))):
-        is_written = yield Wait(DIRECTORY, GRACE_S)
-    if is_written:
-        directory = Directory.decode((yield Get(DIRECTORY)))
-        if directory.refusal:
-            yield Set(_told_key(rank), "")
-        return directory
+    end_s = start_s + timeout_s
+    arrivals = tuple(map(arrival_key, range(world_size)))
+    directory: Directory | None = None
+    key = ROUND
+    while (yield Wait(key, end_s - clock(), arrivals)):
+        # A worker without the secret must register, too: only then does the leader hear of it.
+        token = yield Glance(key)
+        key = _next_key(token)
+        is_late = yield Check(directory_key(token))
+        yield Set(worker_key(me.id, token), me.encode())
+        is_written = yield Wait(directory_key(token), end_s - clock(), arrivals)
+        # Without a leader no directory can follow.
+        if not is_written and (yield from _is_there(arrival_key(LEADER))):
+            is_written = yield Wait(directory_key(token), end_s + GRACE_S - clock())
+        if not is_written:
+            break
+        directory = Directory.decode((yield Get(directory_key(token))))
+        is_over = not (directory.refusal or directory.workers) or token in over
+        if is_late and not is_over:
+            is_over = bool(directory.missing) if directory.refusal else is_kept
+        if not is_over:
+            over.append(token)
+            if directory.refusal:
+                yield Set(_told_key(me.id, token), "")
+            return directory
+    if directory is not None and directory.missing:
+        return directory  # Why the latest round was in vain; no other one has begun.
     elapsed_s = clock() - start_s
     missing = []
-    for other, key in enumerate(keys):
-        if not (yield from _is_there(key)):
+    for other, arrival in enumerate(arrivals):
+        if not (yield from _is_there(arrival)):
             missing.append(other)
-    if rank in missing:
+    if me.id in missing:
         raise RendezvousTimeout(
             f"the rendezvous store does not answer any more after {elapsed_s:.1f} s; has the "
             f"worker that hosts it, which is rank {LEADER}, ended?",
@@ -339,29 +403,42 @@ def _is_there(key: str) -> Steps[bool]:
         return False
 
 
-def _make_closed() -> Steps[str]:
-    """Marks the group of a store as closed; returns why it cannot, or an empty string."""
+def _make_closed() -> Steps[None]:
+    """Marks the group of a store as closed; raises RendezvousError if it is open."""
     # Not with SetOnce: stores for closed groups only need not support it.
     if (yield Check("kind")) and (yield Get("kind")).decode() == _OPEN:
-        return _mixed(_OPEN)
+        raise _mixed(_OPEN)
     yield Set("kind", _CLOSED)
-    return ""
 
 
-def _mixed(there: str) -> str:
-    return (
+def _mixed(there: str) -> RendezvousError:
+    return RendezvousError(
         "RPC group mixes statically and dynamically initialized members which is not supported: "
         f"this group is {there}; pass the same world_size to all its workers, or to none"
     )
 
 
-def registration_key(rank: int) -> str:
-    """Returns the key of a rank's registration in a closed group."""
-    return f"worker/{rank}"
+def arrival_key(rank: int) -> str:
+    """Returns the key that tells that a rank has come, whether or not a round has begun."""
+    return f"arrived/{rank}"
 
 
-def _told_key(rank: int) -> str:
-    return f"told/{rank}"
+def worker_key(rank: int, token: str) -> str:
+    """Returns the key of the registration of a worker of a closed group."""
+    return f"worker/{rank}/{token}"
+
+
+def directory_key(token: str) -> str:
+    """Returns the key of the leader's verdict: the directory of the group, or why there is none."""
+    return f"directory/{token}"
+
+
+def _next_key(token: str) -> str:
+    return f"next/{token}"
+
+
+def _told_key(rank: int, token: str) -> str:
+    return f"told/{rank}/{token}"
 
 
 # Open groups
@@ -426,7 +503,7 @@ def join_open(me: Registration, token: str) -> Steps[Admission]:
         ConfigurationError: The group has had too many workers.
     """
     if (yield SetOnce("kind", _OPEN)).decode() != _OPEN:
-        raise RendezvousError(_mixed(_CLOSED))
+        raise _mixed(_CLOSED)
     token = (yield SetOnce("token", token)).decode()
     me, before, read = yield from _enter(me, token)
     yield Set(member_key(me.id, token), me.encode())
@@ -573,7 +650,6 @@ def _is_refused(worker: int) -> Steps[bool]:
 
 def member_key(worker: int, token: str) -> str:
     """Returns the key of the registration of a worker of an open group."""
-    # With the token, so that keys written and perhaps signed in another run do not count.
     return f"member/{worker}/{token}"
 
 

@@ -15,7 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
+from torchweft.errors import (
+    ConfigurationError,
+    DuplicateName,
+    ProtocolError,
+    RendezvousError,
+    RendezvousTimeout,
+    WeftError,
+)
 from torchweft.ids import ID_LIMIT, WorkerInfo
 
 DEVICES = "devices"
@@ -269,25 +276,42 @@ class Registration:
             raise ProtocolError(f"a worker's registration is malformed: {error}") from error
 
 
+_REFUSALS: dict[str, Callable[[str], WeftError]] = {
+    kind.__name__: kind
+    for kind in (RendezvousError, RendezvousTimeout, DuplicateName, ConfigurationError)
+}
+"""The errors of a group that could not be formed, by the name in its directory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """All workers of a group.
+    """All workers of a group, or why there is none.
 
     Attributes:
         token: The token of this run; the key of connections is made of it.
-        workers: One registration per rank, in order.
-        refusal: Why there is no group; empty if there is one.
+        workers: One registration per rank, in order; empty if there is no group.
+        refusal: Why there is no group. Empty if there is one, or if a later round has begun.
+        kind: The name of the error that each worker raises for the refusal.
         missing: Ranks that never came, if that is the reason.
-        has_duplicates: Whether the reason is that two workers chose the same name.
-        is_misconfigured: Whether the reason is that device maps, or versions, do not fit together.
     """
 
     token: str
     workers: tuple[Registration, ...]
     refusal: str = ""
+    kind: str = ""
     missing: tuple[int, ...] = ()
-    has_duplicates: bool = False
-    is_misconfigured: bool = False
+
+    @staticmethod
+    def refused(error: RendezvousError | ConfigurationError) -> Directory:
+        """Returns the verdict that there is no group, because of an error."""
+        missing = error.missing if isinstance(error, RendezvousTimeout) else ()
+        return Directory("", (), str(error), type(error).__name__, missing)
+
+    def error(self, elapsed_s: float) -> WeftError:
+        """Returns the error of a refusal; ``elapsed_s`` is how long this worker has waited."""
+        if self.missing:
+            return RendezvousTimeout(self.refusal, self.missing, elapsed_s)
+        return _REFUSALS.get(self.kind, RendezvousError)(self.refusal)
 
     def encode(self) -> bytes:
         """Returns the directory as JSON."""
@@ -301,10 +325,8 @@ class Directory:
             workers = tuple(Registration.decode(worker) for worker in fields.pop("workers"))
             missing = tuple(fields.pop("missing"))
             directory = Directory(workers=workers, missing=missing, **fields)
-            _check_all((directory.token, directory.refusal), str)
+            _check_all((directory.token, directory.refusal, directory.kind), str)
             _check_all(missing, int)
-            _check(directory.has_duplicates, bool)
-            _check(directory.is_misconfigured, bool)
             return directory
         except _NONSENSE as error:
             raise ProtocolError(f"the group's directory is malformed: {error}") from error
@@ -329,35 +351,34 @@ def _check_number(value: int) -> None:
 def assemble(
     registrations: dict[int, Registration], world_size: int, token: str, waited_s: float
 ) -> Directory:
-    """Returns the group of the given workers, or a refusal that says why there is none."""
+    """Returns the group of the given workers.
+
+    Raises:
+        RendezvousTimeout: Ranks are missing.
+        DuplicateName: Two workers chose the same name.
+        ConfigurationError: The device maps, or versions, of the workers do not fit together.
+    """
     missing = tuple(rank for rank in range(world_size) if rank not in registrations)
     if missing:
         came = ", ".join(f"{r.name!r} (rank {r.id})" for r in registrations.values()) or "nobody"
-        return Directory(
-            token,
-            (),
-            refusal=f"{_ranks(missing)} of {world_size} did not join within {waited_s:.1f} s; "
+        raise RendezvousTimeout(
+            f"{_ranks(missing)} of {world_size} did not join within {waited_s:.1f} s; "
             f"came: {came}. Start every rank, with the same init method and world size",
-            missing=missing,
+            missing,
+            waited_s,
         )
     by_name: dict[str, int] = {}
     for rank in range(world_size):
         name = registrations[rank].name
         if name in by_name:
-            return Directory(
-                token,
-                (),
-                refusal=f"worker name {name!r} is not unique: ranks {by_name[name]} and {rank} "
-                f"both call themselves {name!r}; give every worker its own name",
-                has_duplicates=True,
+            raise DuplicateName(
+                f"worker name {name!r} is not unique: ranks {by_name[name]} and {rank} "
+                f"both call themselves {name!r}; give every worker its own name"
             )
         by_name[name] = rank
     workers = tuple(registrations[rank] for rank in range(world_size))
-    try:
-        check_devices({each.name: each.devices for each in workers}, is_open=False)
-        check_versions(workers)
-    except ConfigurationError as error:
-        return Directory(token, (), refusal=str(error), is_misconfigured=True)
+    check_devices({each.name: each.devices for each in workers}, is_open=False)
+    check_versions(workers)
     return Directory(token, workers)
 
 

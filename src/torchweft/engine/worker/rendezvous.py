@@ -5,13 +5,6 @@ stores are PyTorch's, which ``torchrun`` and every init method already provide. 
 waits for the host of a store as well, but longer than it was told, and logs a stack for each
 attempt: so this module waits first.
 
-A store may outlive the workers, such as the one in torchrun's agent: a *round* is a fresh part of
-it. When torchrun starts its workers again, they meet at the same store, which has the keys of their
-former lives. The number of restarts does not tell lives apart: each agent counts only the failures
-of its own workers. So rank 0 begins a round with a new random name. The others answer in that
-round, each with a random name of its own, and rank 0 confirms the answers. A worker may find the
-round of a former life first. But rank 0 of that life is gone, so it never confirms the answer.
-
 PyTorch's stores wait without a limit if their host accepts a connection but never answers. The host
 may be stopped or hang, or another program listens there. Such an operation cannot be aborted. So
 each operation of a ``BoundedStore`` runs in a thread of its own, which is abandoned when the time
@@ -41,9 +34,7 @@ import contextlib
 import copy
 import fcntl
 import functools
-import json
 import logging
-import math
 import os
 import queue
 import re
@@ -52,6 +43,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -72,6 +64,7 @@ from torchweft.engine.protocol.joining import (
     Admission,
     Check,
     Get,
+    Glance,
     Peek,
     Remove,
     Request,
@@ -230,6 +223,13 @@ class SignedStore:
             RendezvousError: The value was not written by a holder of the secret.
         """
         return self.verify(key, bytes(self._store.get(key)))
+
+    def glance(self, key: str) -> str:
+        """Returns the text of a key, without its signature, which is not verified."""
+        written = bytes(self._store.get(key))
+        is_signed = written.startswith(_PREFIX)
+        value = written[len(_PREFIX) + _SIGNATURE_BYTES :] if is_signed else written
+        return value.decode(errors="replace")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Sets a key that is not there; returns its value afterwards. Raises as ``get``."""
@@ -590,6 +590,11 @@ def _check_method(method: str) -> None:
         )
 
 
+def is_kept_by_torchrun() -> bool:
+    """Whether the store of ``env://`` is one that an agent of torchrun keeps."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
 def await_host(init_method: str, rank: int, timeout_s: float) -> None:
     """Blocks until a host listens at the store's address in ``init_method``.
 
@@ -603,7 +608,7 @@ def await_host(init_method: str, rank: int, timeout_s: float) -> None:
         ValueError: The port is not a number.
     """
     place = _place_of(init_method)
-    if place is None or (rank == 0 and not is_needed()):
+    if place is None or (rank == 0 and not is_kept_by_torchrun()):
         return
     end_s = time.monotonic() + timeout_s
     where = "{}:{}".format(*place)
@@ -636,40 +641,58 @@ def _place_of(init_method: str) -> tuple[str, int] | None:
     return None
 
 
-def join(store: Any, registration: Registration, world_size: int, timeout_s: float) -> Directory:
+def join(
+    store: Any, registration: Registration, world_size: int, timeout_s: float, over: deque[str]
+) -> Directory:
     """Joins a closed group; blocks until all workers have joined, and returns the directory.
 
     Args:
-        store: A store with keys of this group only, whose every operation ends in time.
+        store: A store with keys of groups of these workers only, whose every operation ends in
+            time.
         registration: This worker's own entry.
         world_size: Number of workers of the group.
         timeout_s: How long to wait for all workers, in seconds.
+        over: The tokens of the groups that this process has joined, or been refused by.
 
     Raises:
         RendezvousError: There is no group, see ``joining.join_closed``; or the store has ended.
     """
+    awaited: tuple[str, ...] = ()
     notice = Notice(
-        subject_of(registration.name), lambda: f"in init_rpc for {_awaited(store, world_size)}"
+        subject_of(registration.name),
+        lambda: f"in init_rpc for {_missing_of(store, awaited)}",
     )
-    token = secrets.token_hex(16)
-    steps = joining.join_closed(registration, world_size, token, timeout_s, time.monotonic)
+
+    def perform_one(request: Request) -> Any:
+        nonlocal awaited
+        if not (isinstance(request, Wait) and request.awaited):
+            return perform(store, request)
+        awaited = request.awaited
+        untold_s = notice.left_s()
+        if untold_s < request.limit_s:
+            end_s = time.monotonic() + request.limit_s
+            if perform(store, Wait(request.key, untold_s)):
+                return True
+            notice.look()
+            return perform(store, Wait(request.key, end_s - time.monotonic()))
+        return perform(store, request)
+
+    steps = joining.join_closed(
+        registration,
+        world_size,
+        secrets.token_hex(16),
+        timeout_s,
+        time.monotonic,
+        over,
+        is_kept=is_kept_by_torchrun(),
+    )
     try:
-        return carry_out(steps, functools.partial(perform, store, notice=notice))
+        return carry_out(steps, perform_one)
     except DistError as error:
         raise RendezvousError(
             f"the rendezvous store does not answer any more: {_first_line(error)}; has the worker "
             "that hosts it, which is rank 0, ended?"
         ) from error
-
-
-def has_verdict(store: Any) -> bool:
-    """Whether rank 0 has written the directory of a closed group, or why there is none."""
-    return _is_there(store, joining.DIRECTORY)
-
-
-def is_incomplete(store: Any) -> bool:
-    """Whether rank 0 has written that workers were missing: a later attempt may find them."""
-    return has_verdict(store) and bool(Directory.decode(store.get(joining.DIRECTORY)).missing)
 
 
 def enter(store: Any, registration: Registration, timeout_s: float) -> Admission:
@@ -744,6 +767,7 @@ def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:
 _OPERATIONS: dict[type[Any], Callable[[Any, Any], Any]] = {
     Set: lambda store, asked: store.set(asked.key, asked.value),
     Get: lambda store, asked: bytes(store.get(asked.key)),
+    Glance: lambda store, asked: store.glance(asked.key),
     Check: lambda store, asked: bool(store.check([asked.key])),
     Peek: lambda store, asked: store.peek(asked.key),
     Swap: lambda store, asked: store.swap(asked.key, asked.expected, asked.desired),
@@ -754,32 +778,19 @@ _OPERATIONS: dict[type[Any], Callable[[Any, Any], Any]] = {
 }
 
 
-def perform(store: Any, request: Request, notice: Notice | None = None) -> Any:
-    """Performs one operation of a rendezvous store; ``notice`` reports a long wait."""
+def perform(store: Any, request: Request) -> Any:
+    """Performs one operation of a rendezvous store."""
     if isinstance(request, Wait):
-        noticed = notice if request.awaited else None
-        return _wait_noticing(store, request.key, request.limit_s, noticed)
+        return _wait(store, request.key, request.limit_s)
     return _OPERATIONS[type(request)](store, request)
 
 
-def _awaited(store: Any, world_size: int) -> str:
-    """Describes the workers that an incomplete group waits for."""
-    keys = [joining.registration_key(rank) for rank in range(world_size)]
+def _missing_of(store: Any, keys: Sequence[str]) -> str:
+    """Describes the workers that an incomplete group waits for; each rank has one of the keys."""
     missing = [f"rank {rank}" for rank, key in enumerate(keys) if not _is_there(store, key)]
     if not missing:
         return "rank 0, which has not answered"
-    return f"{', '.join(missing)} of {world_size} to join"
-
-
-def _wait_noticing(store: Any, key: str, timeout_s: float, notice: Notice | None) -> bool:
-    """Waits as ``_wait``, and reports a long wait."""
-    end_s = time.monotonic() + timeout_s
-    untold_s = math.inf if notice is None else notice.left_s()
-    if notice is not None and untold_s < timeout_s:
-        if _wait(store, key, untold_s):
-            return True
-        notice.look()
-    return _wait(store, key, end_s - time.monotonic())
+    return f"{', '.join(missing)} of {len(keys)} to join"
 
 
 def _wait(store: Any, key: str, timeout_s: float) -> bool:
@@ -815,65 +826,3 @@ def _is_there(store: Any, key: str) -> bool:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-_ROUND = "round"
-
-
-def is_needed() -> bool:
-    """Whether the store of ``env://`` is one that an agent of torchrun keeps."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-
-
-def agree(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
-    """Returns the name of a round that all workers of this life are in.
-
-    If not all workers come in time, the round is not confirmed; joining in it fails, and names the
-    missing workers.
-
-    Args:
-        store: The store, whose every operation ends in time.
-        rank: This worker's rank.
-        world_size: Number of workers.
-        timeout_s: How long to wait for the others, in seconds.
-    """
-    end_s = time.monotonic() + timeout_s
-    own = secrets.token_hex(8)
-    if rank == 0:
-        return _lead(store, own, world_size, end_s)
-    return _follow(store, own, rank, end_s)
-
-
-def _lead(store: Any, name: str, world_size: int, end_s: float) -> str:
-    store.set(_ROUND, name)
-    answers = {str(rank): _answer_key(name, rank) for rank in range(1, world_size)}
-    while answers and not store.check(list(answers.values())):
-        if time.monotonic() > end_s:
-            return name
-        time.sleep(_POLL_S)
-    confirmed = {rank: bytes(store.get(key)).decode() for rank, key in answers.items()}
-    store.set(_confirmation_key(name), json.dumps(confirmed))
-    return name
-
-
-def _follow(store: Any, own: str, rank: int, end_s: float) -> str:
-    answered = ""
-    while time.monotonic() <= end_s:
-        name = bytes(store.get(_ROUND)).decode() if store.check([_ROUND]) else ""
-        if name and name != answered:
-            store.set(_answer_key(name, rank), own)
-            answered = name
-        if name and store.check([_confirmation_key(name)]):
-            confirmed = json.loads(bytes(store.get(_confirmation_key(name))))
-            if confirmed.get(str(rank)) == own:
-                return name
-        time.sleep(_POLL_S)
-    return answered or own
-
-
-def _answer_key(name: str, rank: int) -> str:
-    return f"{name}/answer/{rank}"
-
-
-def _confirmation_key(name: str) -> str:
-    return f"{name}/confirmed"

@@ -18,7 +18,13 @@ from torchweft.engine.protocol.registration import (
     why_apart,
     why_not_by_value,
 )
-from torchweft.errors import ProtocolError
+from torchweft.errors import (
+    ConfigurationError,
+    DuplicateName,
+    ProtocolError,
+    RendezvousError,
+    RendezvousTimeout,
+)
 from torchweft.ids import WorkerInfo
 
 
@@ -39,8 +45,20 @@ def test_a_registration_survives() -> None:
 def test_a_directory_survives() -> None:
     directory = assemble(group(0, 1, 2), 3, "token", 0.5)
     assert Directory.decode(directory.encode()) == directory
-    refusal = assemble(group(1), 3, "token", 0.5)
-    assert Directory.decode(refusal.encode()) == refusal
+    for error in (
+        RendezvousTimeout("late", (0, 2)),
+        RendezvousError("apart"),
+        DuplicateName("same"),
+        ConfigurationError("wrong"),
+    ):
+        refusal = Directory.refused(error)
+        assert Directory.decode(refusal.encode()) == refusal
+        made = refusal.error(1.5)
+        assert (type(made), str(made)) == (type(error), str(error))
+    timeout = Directory.refused(RendezvousTimeout("late", (0, 2))).error(1.5)
+    assert isinstance(timeout, RendezvousTimeout)
+    assert (timeout.missing, timeout.elapsed_s) == ((0, 2), 1.5)
+    assert type(Directory("", (), "no", "SystemExit").error(0.0)) is RendezvousError
 
 
 def test_a_complete_group_is_in_order_of_rank() -> None:
@@ -51,22 +69,21 @@ def test_a_complete_group_is_in_order_of_rank() -> None:
 
 
 def test_who_is_missing_is_named_with_who_came() -> None:
-    directory = assemble(group(0, 2), 5, "token", 1.25)
-    assert directory.missing == (1, 3, 4)
-    assert directory.workers == ()
-    assert "ranks 1, 3, 4 of 5 did not join within 1.2 s" in directory.refusal
-    assert "'worker0' (rank 0), 'worker2' (rank 2)" in directory.refusal
+    with pytest.raises(RendezvousTimeout, match=r"ranks 1, 3, 4 of 5.* 1\.2 s") as e:
+        assemble(group(0, 2), 5, "token", 1.25)
+    assert e.value.missing == (1, 3, 4)
+    assert "'worker0' (rank 0), 'worker2' (rank 2)" in str(e.value)
 
 
 def test_one_is_missing() -> None:
-    assert assemble(group(0), 2, "token", 1.0).refusal.startswith("rank 1 of 2 did not join")
+    with pytest.raises(RendezvousTimeout, match=r"^rank 1 of 2 did not join"):
+        assemble(group(0), 2, "token", 1.0)
 
 
 def test_a_long_list_is_cut_short_but_not_the_field() -> None:
-    directory = assemble({}, 100, "token", 1.0)
-    assert "15, ... of 100" in directory.refusal
-    assert "came: nobody" in directory.refusal
-    assert directory.missing == tuple(range(100))
+    with pytest.raises(RendezvousTimeout, match=r"15, \.\.\. of 100.*came: nobody") as caught:
+        assemble({}, 100, "token", 1.0)
+    assert caught.value.missing == tuple(range(100))
 
 
 def placed(rank: int, network: object, *, is_far: bool, has_secret: bool) -> Registration:
@@ -161,9 +178,9 @@ def test_another_minor_version_of_torch_is_refused_to_all() -> None:
     first, alike = strict_about_versions(0, "2.13.0+cpu"), strict_about_versions(1, "2.13.1")
     assert not assemble({0: first, 1: alike}, 2, "token", 0.5).refusal
     other = strict_about_versions(1, "2.7.1", refuses=False)
-    directory = assemble({0: first, 1: other}, 2, "token", 0.5)
-    assert directory.is_misconfigured
-    assert directory.refusal.startswith(
+    with pytest.raises(ConfigurationError) as caught:
+        assemble({0: first, 1: other}, 2, "token", 0.5)
+    assert str(caught.value).startswith(
         "the workers run different versions of torch: torch 2.13.0+cpu on worker 'worker0' "
         "(rank 0, host h0), torch 2.7.1 on worker 'worker1' (rank 1, host h1). Install one "
         "version on all hosts, for instance: pip install torch==2.13.0."
@@ -176,10 +193,8 @@ def test_another_minor_version_of_torch_is_refused_to_all() -> None:
 
 def test_two_workers_of_one_name_are_both_named() -> None:
     workers = {0: registration(0), 1: registration(1, "twin"), 2: registration(2, "twin")}
-    directory = assemble(workers, 3, "token", 1.0)
-    assert directory.has_duplicates
-    assert "ranks 1 and 2 both call themselves 'twin'" in directory.refusal
-    assert directory.missing == ()
+    with pytest.raises(DuplicateName, match="ranks 1 and 2 both call themselves 'twin'"):
+        assemble(workers, 3, "token", 1.0)
 
 
 def test_devices_that_do_not_fit_are_refused_to_all() -> None:
@@ -187,11 +202,8 @@ def test_devices_that_do_not_fit_are_refused_to_all() -> None:
     wrong = Registration("worker1", 1, (), facts=facts)
     assert not assemble({**group(0), 1: wrong}, 2, "token", 0.5).refusal
     counted = Registration("worker0", 0, (), facts=Devices({}, ("cuda:0",), 1).as_facts())
-    directory = assemble({0: counted, 1: wrong}, 2, "token", 0.5)
-    assert directory.is_misconfigured
-    assert directory.workers == ()
-    assert directory.refusal.startswith("Node worker1 has unexpected target devices")
-    assert Directory.decode(directory.encode()) == directory
+    with pytest.raises(ConfigurationError, match=r"^Node worker1 has unexpected target devices"):
+        assemble({0: counted, 1: wrong}, 2, "token", 0.5)
 
 
 values = st.none() | st.integers() | st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=2)
@@ -245,8 +257,7 @@ def test_a_registration_with_a_field_of_another_type_is_refused(field: str, valu
         ("token", 1),
         ("refusal", None),
         ("missing", ["1"]),
-        ("has_duplicates", 0),
-        ("is_misconfigured", 1),
+        ("kind", 0),
         ("workers", [1]),
     ],
 )

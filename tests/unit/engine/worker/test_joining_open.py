@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -188,13 +189,13 @@ def test_lives_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_closed_group_stays_closed_and_an_open_one_open() -> None:
     store = HashStore()
-    join(signed(store), Registration("a", 0, ("unix:@x",)), 1, LIMIT_S)
+    join(signed(store), Registration("a", 0, ("unix:@x",)), 1, LIMIT_S, deque())
     with pytest.raises(RendezvousError, match=r"mixes statically and dynamically.*is closed"):
         come(store, "b", 1)
     store = HashStore()
     come(store, "b", 1)
     with pytest.raises(RendezvousError, match=r"mixes statically and dynamically.*is open"):
-        join(signed(store), Registration("a", 0, ("unix:@x",)), 1, LIMIT_S)
+        join(signed(store), Registration("a", 0, ("unix:@x",)), 1, LIMIT_S, deque())
 
 
 class BrokenStore:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -27,6 +29,11 @@ from torchweft.secret import Secret
 LIMIT_S = 20.0
 
 
+def rounds(*over: str) -> deque[str]:
+    """Returns the rounds that a process has been in."""
+    return deque(over, maxlen=64)
+
+
 class Joining(threading.Thread):
     """Joins a group in a thread of its own."""
 
@@ -35,7 +42,9 @@ class Joining(threading.Thread):
     ) -> None:
         super().__init__(name=f"joining-{rank}")
         self._registration = Registration(name or f"worker{rank}", rank, ("unix:@x",))
-        self._arguments = (store, self._registration, world_size, timeout_s)
+        if not isinstance(store, SignedStore):
+            store = SignedStore(store, None)
+        self._arguments = (store, self._registration, world_size, timeout_s, rounds())
         self.outcome: Directory | BaseException | None = None
         self.start()
 
@@ -66,7 +75,7 @@ def test_all_get_the_same_directory(order: tuple[int, ...]) -> None:
 def test_a_late_rank_is_waited_for() -> None:
     store = HashStore()
     early = [Joining(store, rank, 3) for rank in (0, 1)]
-    store.wait(["worker/0", "worker/1"], timedelta(seconds=LIMIT_S))
+    store.wait(["arrived/0", "arrived/1"], timedelta(seconds=LIMIT_S))
     assert all(thread.is_alive() for thread in early)
     got = outcomes(*early, Joining(store, 2, 3))
     assert all(isinstance(outcome, Directory) for outcome in got)
@@ -87,7 +96,7 @@ def test_who_is_missing_is_named_to_everyone() -> None:
 def test_who_comes_too_late_is_told_so() -> None:
     store = HashStore()
     outcomes(Joining(store, 0, 2, 0.01))
-    (outcome,) = outcomes(Joining(store, 1, 2))
+    (outcome,) = outcomes(Joining(store, 1, 2, 0.1))
     assert isinstance(outcome, RendezvousTimeout)
     assert outcome.missing == (1,)
 
@@ -119,8 +128,10 @@ def test_different_sizes_of_the_group_are_noticed() -> None:
 
 def test_a_registration_that_makes_no_sense_is_refused() -> None:
     store = HashStore()
-    store.set("worker/1", b"{}")
-    (outcome,) = outcomes(Joining(store, 0, 2))
+    joining_leader = Joining(store, 0, 2)
+    store.wait(["round"], timedelta(seconds=LIMIT_S))
+    store.set(f"worker/1/{store.get('round').decode()}", b"{}")
+    (outcome,) = outcomes(joining_leader)
     assert isinstance(outcome, ProtocolError)
 
 
@@ -129,7 +140,9 @@ def test_a_directory_of_another_run_is_refused() -> None:
     old = HashStore()
     outcomes(Joining(old, 0, 2), Joining(old, 1, 2, name="old"))
     store = HashStore()
-    store.set("directory", old.get("directory"))
+    token = old.get("round").decode()
+    store.set("round", token)
+    store.set(f"directory/{token}", old.get(f"directory/{token}"))
     (outcome,) = outcomes(Joining(store, 1, 2))
     assert isinstance(outcome, RendezvousError)
     assert "does not have rank 1 as it registered" in str(outcome)
@@ -141,8 +154,9 @@ def test_what_is_not_signed_is_refused_to_everyone() -> None:
     got = outcomes(Joining(signed, 0, 3), Joining(signed, 1, 3), Joining(store, 2, 3))
     for outcome in got[:2]:
         assert isinstance(outcome, RendezvousError)
-        assert "'worker/2' was not written with the secret of this worker" in str(outcome)
-    assert isinstance(got[2], ProtocolError)
+        assert re.search(r"'worker/2/\w+' was not written with the secret of this", str(outcome))
+    assert isinstance(got[2], RendezvousError)
+    assert "this worker has none" in str(got[2])
 
 
 def test_a_lone_worker_joins_at_once() -> None:
@@ -223,14 +237,14 @@ def test_an_interrupted_rank_0_tells_the_others() -> None:
     def interrupted(request: joining.Request) -> Any:
         if isinstance(request, joining.Wait):
             raise KeyboardInterrupt
-        return perform(store, request)
+        return perform(SignedStore(store, None), request)
 
     first, second = (Registration(f"worker{rank}", rank, ("unix:@x",)) for rank in range(2))
-    steps = joining.join_closed(first, 2, "0" * 32, LIMIT_S, time.monotonic)
+    steps = joining.join_closed(first, 2, "0" * 32, LIMIT_S, time.monotonic, rounds())
     with pytest.raises(KeyboardInterrupt):
         carry_out(steps, interrupted)
     with pytest.raises(RendezvousError, match="rank 0 was interrupted by KeyboardInterrupt"):
-        join(store, second, 2, LIMIT_S)
+        join(SignedStore(store, None), second, 2, 0.1, rounds())
 
 
 def test_rank_0_waits_until_others_know_why_there_is_no_group() -> None:
@@ -240,9 +254,9 @@ def test_rank_0_waits_until_others_know_why_there_is_no_group() -> None:
         """A store whose reader takes a while."""
 
         def get(self, key: str) -> bytes:
-            if key == "directory":
+            if key.startswith("directory/"):
                 time.sleep(0.2)
-                read.append(key)
+                read.append("directory")
             return super().get(key)
 
     shared = HashStore()
@@ -316,3 +330,91 @@ def wait_for(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+# Rounds: the store may outlive the workers, and a process may join several groups
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the store be one of torchrun's agent, which survives the workers."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(True))
+
+
+@pytest.mark.usefixtures("kept")
+def test_each_life_of_the_workers_has_a_round_of_its_own() -> None:
+    store = HashStore()
+    lives = []
+    for size in (3, 3, 1, 4):
+        early = [
+            Joining(store, rank, size, name=f"life{len(lives)}-{rank}") for rank in range(1, size)
+        ]
+        first, *others = outcomes(Joining(store, 0, size, name=f"life{len(lives)}"), *early)
+        assert isinstance(first, Directory)
+        assert others == [first] * (size - 1)
+        assert first.workers[0].name == f"life{len(lives)}"
+        lives.append(first.token)
+    assert len(set(lives)) == 4
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_round_that_was_never_complete_is_left(others: int) -> None:
+    store = HashStore()
+    outcomes(Joining(store, 0, 3, 0.01), *[Joining(store, 1, 3, 0.01) for _ in range(others)])
+    late = Joining(store, 2, 3)
+    got = outcomes(late, *[Joining(store, rank, 3) for rank in (1, 0)])
+    assert all(isinstance(outcome, Directory) for outcome in got)
+
+
+def test_a_round_whose_leader_was_killed_is_left() -> None:
+    store = HashStore()
+    me = Registration("killed", 0, ("unix:@killed",))
+    steps = joining.join_closed(me, 2, "0" * 32, LIMIT_S, time.monotonic, rounds())
+    request = next(steps)
+    while not isinstance(request, joining.Wait):
+        request = steps.send(perform(SignedStore(store, None), request))
+    other = Joining(store, 1, 2)
+    store.wait([f"worker/1/{'0' * 32}"], timedelta(seconds=LIMIT_S))
+    got = outcomes(other, Joining(store, 0, 2))
+    assert all(isinstance(outcome, Directory) for outcome in got)
+    assert got[0] == got[1]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_process_joins_several_groups_at_one_store(is_refused: bool) -> None:
+    store = HashStore()
+    names = ["same"] * 2 if is_refused else ["a", "b"]
+    outcomes(*[Joining(store, rank, 2, name=name) for rank, name in enumerate(names)])
+    over = store.get("round").decode()
+    again = []
+
+    def come(rank: int) -> None:
+        me = Registration(f"again{rank}", rank, (f"unix:@{rank}",))
+        again.append(join(SignedStore(store, None), me, 2, LIMIT_S, rounds(over)))
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert len(again) == 2
+    assert again[0] == again[1]
+    assert again[0].token != over
+
+
+def test_two_workers_of_one_rank_are_told_at_once() -> None:
+    store = HashStore()
+    first = Joining(store, 0, 3)
+    store.wait(["round"], timedelta(seconds=LIMIT_S))
+    token = store.get("round").decode()
+    one = Joining(store, 1, 3, name="one")
+    store.wait([f"worker/1/{token}"], timedelta(seconds=LIMIT_S))
+    wait_for(lambda: b'"one"' in store.get(f"worker/1/{token}"))
+    other = Joining(store, 1, 3, name="other")
+    wait_for(lambda: b'"other"' in store.get(f"worker/1/{token}"))
+    got = outcomes(first, one, other, Joining(store, 2, 3))
+    assert isinstance(got[0], Directory)
+    (wrong,) = (outcome for outcome in got[1:3] if not isinstance(outcome, Directory))
+    assert isinstance(wrong, RendezvousError)
+    assert "two workers have this rank" in str(wrong)
