@@ -7,7 +7,7 @@ import time
 
 from tests.contract.processes.functions import add, identity, wait_until
 from torchweft import rpc
-from torchweft.engine.protocol.leaving import ClosedLeaving
+from torchweft.engine.protocol.leaving import Leader
 from torchweft.rpc import node
 from torchweft.rpc.node import current_node
 
@@ -69,8 +69,6 @@ def names_here() -> list[str]:
 
 def await_ready(count: int) -> None:
     """Waits until the leader knows that ``count`` workers have called ``shutdown``."""
-    machine = current_node().leaving._machine
-    assert isinstance(machine, ClosedLeaving)
-    leader = machine.leader
-    assert leader is not None
-    wait_until(lambda: len(leader.ready) == count, lambda: f"only {leader.ready} have")
+    leader = current_node().leaving._machine
+    assert isinstance(leader, Leader)
+    wait_until(lambda: len(leader._ready) == count, lambda: f"only {leader._ready} have")

@@ -17,7 +17,7 @@ import pytest
 from tests.simulation.group_world import GroupWorld
 from tests.simulation.leaving_member import LeavingMember
 from tests.simulation.seeds import batches, name_of, try_seeds
-from torchweft.engine.protocol.leaving import ClosedLeaving, Left
+from torchweft.engine.protocol.leaving import ClosedLeaving, Leader, Left
 
 LEADER = 0
 END_S = 2000.0
@@ -29,7 +29,8 @@ class Worker(LeavingMember):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.machine = ClosedLeaving(self.id, set(range(self.group.run.size)))
+        workers = set(range(self.group.run.size))
+        self.machine = Leader(workers) if self.id == LEADER else ClosedLeaving()
 
     def on_left(self, action: Left) -> None:
         if action.lost == (LEADER,):  # No leader is left to say when.

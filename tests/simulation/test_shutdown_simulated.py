@@ -16,9 +16,9 @@ import pytest
 from tests.simulation.network import Faults, Network, Packet
 from tests.simulation.seeds import batches, name_of, try_seeds
 from torchweft.engine.protocol.leaving import (
-    Closed,
+    Action,
     Leader,
-    LeaderAction,
+    Left,
     ProbeLater,
     Report,
     Send,
@@ -70,7 +70,7 @@ class Group:
         self.leader = Leader(set(self.workers))
         self.calls: dict[int, Call] = {}
         self.killed: set[int] = set()
-        self.closed: list[Closed] = []
+        self.closed: list[Left] = []
         self.phases_of_loss: set[Step] = set()
         self.lost_before_close: set[int] = set()
         # The worst case is little activity that never ends and keeps moving between workers.
@@ -193,7 +193,7 @@ class Group:
             self.phases_of_loss.add(self.leader.phase)
             if self.leader.phase is not Step.CLOSE:
                 self.lost_before_close.add(lost)
-            self.act(self.leader.worker_lost(lost))
+            self.act(self.leader.member_lost(lost))
 
     # Shutdown
 
@@ -210,14 +210,8 @@ class Group:
         elif step is Step.CLOSE:
             worker.closings += 1
             self.check_closing()
-        elif step is Step.READY:
-            self.act(self.leader.worker_ready(source))
-        elif step is Step.REPORT:
-            probe_round, is_idle, activity = arguments
-            report = Report(bool(is_idle), activity)
-            self.act(self.leader.worker_reported(source, probe_round, report))
         else:
-            self.act(self.leader.worker_settled(source))
+            self.act(self.leader.received(source, step, [*map(int, arguments)]))
 
     def on_settled(self, rank: int, _: int) -> None:
         self.workers[rank].is_settled = True
@@ -226,7 +220,7 @@ class Group:
     def on_probe(self, rank: int, _: int) -> None:
         self.act(self.leader.probe_again())
 
-    def act(self, actions: list[LeaderAction]) -> None:
+    def act(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
                 if action.step is Step.SETTLE:

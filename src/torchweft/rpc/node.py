@@ -77,11 +77,11 @@ class Leaving:
         self._on_settling = on_settling
         self._on_left = on_left
         self._lock = threading.Lock()
-        self._machine = (
-            leaving.OpenLeaving()
-            if agent.members.is_open
-            else leaving.ClosedLeaving(agent.me.id, set(agent.peers))
-        )
+        self._machine: leaving.Leaving = leaving.ClosedLeaving()
+        if agent.members.is_open:
+            self._machine = leaving.OpenLeaving()
+        elif agent.me.id == LEADER:
+            self._machine = leaving.Leader(set(agent.peers))
         self._changed = threading.Event()
         self._probe_at_s = math.inf
         self._timer = worker.agent.timers.add(self.tick)

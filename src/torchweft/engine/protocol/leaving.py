@@ -9,35 +9,27 @@ no new calls to it. Sessions keep order, so the answer comes behind all calls th
 sent. The leaver then serves until it is idle, drops its references, and leaves when their owners
 have heard of it.
 
-``ClosedLeaving``: all leave together, and the leader says when. A worker says that it
-is ready, answers probes, drops its references when the group is quiet, and leaves when the leader
-says so.
+``ClosedLeaving`` and ``Leader``: all leave together, and the leader says when. A worker that calls
+``shutdown`` says so to rank 0 and goes on serving. When all have said so, the leader finds out
+whether the group is quiet. One probe is not enough, since a call may be on its way to a worker that
+was just seen idle. So the leader probes in rounds: the group is quiet when all were idle in two
+consecutive rounds, without activity in between. While a message is on its way, its sender is not
+idle: it waits for the answer. Then all drop their references, and when the last owner has heard of
+it, the leader closes the group. A worker that is lost on the way is left out, and named at the end.
 
-Both take the same events and return the same actions, so one shell serves both
+All take the same events and return the same actions, so one shell serves them
 (``torchweft.rpc.node``). See ``docs/protocols/membership.md``.
-
-
-A worker that calls ``shutdown`` says so to rank 0, the leader, and goes on serving. When all
-have said so, the leader finds out whether the group is quiet. One probe is not enough, since a
-call may be on its way to a worker that was just seen idle. So the leader probes in rounds: the
-group is quiet when all were idle in two consecutive rounds, without activity in between. While a
-message is on its way, its sender is not idle: it waits for the answer. Then all drop their
-references, and when the last owner has heard of it, the leader closes the group.
-
-A worker that is lost on the way is left out, and named at the end.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchweft.engine.protocol.registration import LEADER
 from torchweft.errors import ProtocolError
-
-# Graceful shutdown of a closed group
 
 
 class Step(enum.IntEnum):
@@ -66,15 +58,6 @@ class ProbeLater(NamedTuple):
     """An action: call ``probe_again`` after a short pause; the group is not quiet yet."""
 
 
-class Closed(NamedTuple):
-    """An action: the shutdown is complete; ``lost`` are the ranks that could not take part."""
-
-    lost: tuple[int, ...]
-
-
-LeaderAction = Send | ProbeLater | Closed
-
-
 class Missing(NamedTuple):
     """The ``workers`` that a shutdown waits for, and ``what`` is true of them."""
 
@@ -88,101 +71,6 @@ class Report:
 
     is_idle: bool
     activity: int
-
-
-@dataclass(slots=True)
-class Leader:
-    """The leader's part. Its own worker takes part through the same events as all others.
-
-    Args:
-        workers: Ranks of the group, including its own.
-    """
-
-    workers: set[int]
-    ready: set[int] = field(default_factory=set)
-    settled: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
-    round: int = 0
-    phase: Step = Step.READY
-    _reports: dict[int, Report] = field(default_factory=dict)
-    _previous: dict[int, Report] = field(default_factory=dict)
-
-    def worker_ready(self, worker: int) -> list[LeaderAction]:
-        """Notes that a worker has called ``shutdown``."""
-        self.ready.add(worker)
-        return self._advance()
-
-    def worker_reported(self, worker: int, probe_round: int, report: Report) -> list[LeaderAction]:
-        """Takes a worker's answer to a probe; late answers to older rounds are ignored."""
-        if self.phase is not Step.PROBE or probe_round != self.round:
-            return []
-        self._reports[worker] = report
-        return self._advance()
-
-    def worker_settled(self, worker: int) -> list[LeaderAction]:
-        """Notes that a worker's references are dropped and all owners know."""
-        self.settled.add(worker)
-        return self._advance()
-
-    def worker_lost(self, worker: int) -> list[LeaderAction]:
-        """Continues without a lost worker."""
-        if worker in self.workers:
-            self.workers.discard(worker)
-            self.lost.add(worker)
-        return self._advance()
-
-    def probe_again(self) -> list[LeaderAction]:
-        """Starts the next round."""
-        if self.phase is not Step.PROBE:
-            return []
-        self.round += 1
-        self._previous, self._reports = self._reports, {}
-        return self._tell_all(Step.PROBE, self.round)
-
-    def missing(self) -> Missing:
-        """Returns the workers that the shutdown waits for now, and why."""
-        if self.phase is Step.READY:
-            return Missing("had not called shutdown", tuple(sorted(self.workers - self.ready)))
-        if self.phase is Step.PROBE:
-            known = {**self._previous, **self._reports}
-            busy = {worker for worker in self.workers & known.keys() if not known[worker].is_idle}
-            unknown = self.workers - known.keys()
-            if busy and unknown:
-                both = tuple(sorted(busy | unknown))
-                return Missing("had calls under way, or did not answer", both)
-            if busy:
-                return Missing("had calls under way", tuple(sorted(busy)))
-            silent = self.workers - self._reports.keys()
-            return Missing("did not answer", tuple(sorted(silent)))
-        unsettled = self.workers - self.settled if self.phase is Step.SETTLE else set()
-        return Missing("had not let go of all references", tuple(sorted(unsettled)))
-
-    def _advance(self) -> list[LeaderAction]:
-        if self.phase is Step.READY and self.workers <= self.ready:
-            self.phase = Step.PROBE
-            return self.probe_again()
-        if self.phase is Step.PROBE and self.workers <= self._reports.keys():
-            if not self._is_quiet():
-                return [ProbeLater()]
-            self.phase = Step.SETTLE
-            return self._tell_all(Step.SETTLE)
-        if self.phase is Step.SETTLE and self.workers <= self.settled:
-            self.phase = Step.CLOSE
-            lost = tuple(sorted(self.lost))
-            return [*self._tell_all(Step.CLOSE, *lost), Closed(lost)]
-        return []
-
-    def _is_quiet(self) -> bool:
-        return all(
-            self._reports[worker].is_idle and self._previous.get(worker) == self._reports[worker]
-            for worker in self.workers
-        )
-
-    def _tell_all(self, step: Step, *arguments: int) -> list[LeaderAction]:
-        return [Send(worker, step, arguments) for worker in sorted(self.workers)]
-
-
-# Leaving
 
 
 class Stage(enum.Enum):
@@ -349,15 +237,9 @@ class OpenLeaving(Leaving):
 
 
 class ClosedLeaving(Leaving):
-    """One worker's part in the shutdown of a closed group; the leader's worker leads it, too.
+    """The part of one worker in the shutdown of a closed group."""
 
-    Args:
-        me: This worker.
-        members: All workers of the group.
-    """
-
-    def __init__(self, me: int, members: set[int]) -> None:
-        self.leader = Leader(members) if me == LEADER else None
+    def __init__(self) -> None:
         self._probed: list[int] = []
 
     @property
@@ -368,8 +250,7 @@ class ClosedLeaving(Leaving):
         if self.stage is Stage.LEFT:  # The leader is lost.
             return []
         self.stage = Stage.SERVING
-        watch: list[Action] = [] if self.leader is None else [Watch()]
-        return [Send(LEADER, Step.READY), *watch]
+        return [Send(LEADER, Step.READY)]
 
     def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
         if step == Step.PROBE and arguments:
@@ -379,39 +260,26 @@ class ClosedLeaving(Leaving):
             self.stage = Stage.SETTLING
             return [ExpectEnds(), BeginSettling()]
         if step == Step.CLOSE:
-            # The leader has to tell the others first: it leaves on ``Closed``.
-            return [] if self.leader is not None else self._leave(tuple(arguments))
-        return self._lead(member, step, arguments)
-
-    def _lead(self, member: int, step: int, arguments: list[int]) -> list[Action]:
-        leader = self.leader
-        if step == Step.READY and leader is not None:
-            return self._as_leader(leader.worker_ready(member))
-        if step == Step.REPORT and leader is not None and len(arguments) >= 3:
-            report = Report(bool(arguments[1]), arguments[2])
-            return self._as_leader(leader.worker_reported(member, arguments[0], report))
-        if step == Step.SETTLED and leader is not None:
-            return self._as_leader(leader.worker_settled(member))
-        if step in (Step.READY, Step.SETTLED) or (step == Step.REPORT and leader is None):
+            return self._leave(tuple(arguments))
+        if step in (Step.READY, Step.REPORT, Step.SETTLED):
             raise ProtocolError(f"shutdown step {step} is for rank {LEADER} only")
-        raise ProtocolError(f"no shutdown message has step {step} and arguments {arguments}")
+        raise _no_such_message(step, arguments)
 
     def member_lost(self, member: int) -> list[Action]:
-        if self.leader is not None:
-            return self._as_leader(self.leader.worker_lost(member))
         return self._leave((LEADER,)) if member == LEADER else []
 
     def connection_ended(self, member: int) -> list[Action]:
         # No worker leaves before the leader has told all that every worker has settled: a worker
         # that is gone earlier has died.
         has_settled = self.stage in (Stage.SETTLED, Stage.LEFT)
-        if self.leader is None:
-            is_needed = member == LEADER and self.stage is not Stage.LEFT
-        else:
-            is_needed = self.leader.phase is not Step.CLOSE
+        is_needed = self._needs(member)
         if has_settled and not is_needed:
             return []
         return [Lose(member), *(self.member_lost(member) if is_needed else [])]
+
+    def _needs(self, member: int) -> bool:
+        """Whether this worker cannot leave as planned without a member."""
+        return member == LEADER and self.stage is not Stage.LEFT
 
     def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
         rounds, self._probed = self._probed, []
@@ -424,22 +292,111 @@ class ClosedLeaving(Leaving):
             actions.append(Send(LEADER, Step.SETTLED))
         return actions
 
-    def probe_again(self) -> list[Action]:
-        return [] if self.leader is None else self._as_leader(self.leader.probe_again())
-
     def missing(self) -> Missing:
-        if self.leader is None:
-            return Missing("had not said that all are done", (LEADER,))
-        return self.leader.missing()
-
-    def _as_leader(self, actions: list[LeaderAction]) -> list[Action]:
-        taken: list[Action] = []
-        for action in actions:
-            taken += self._leave(action.lost) if isinstance(action, Closed) else [action]
-        return taken
+        return Missing("had not said that all are done", (LEADER,))
 
     def _leave(self, lost: tuple[int, ...]) -> list[Action]:
         if self.stage is Stage.LEFT:
             return []
         self.stage = Stage.LEFT
         return [Left(lost)]
+
+
+def _no_such_message(step: int, arguments: list[int]) -> ProtocolError:
+    return ProtocolError(f"no shutdown message has step {step} and arguments {arguments}")
+
+
+class Leader(ClosedLeaving):
+    """The part of rank 0, which takes part as all others do, by messages to itself, and leads.
+
+    Args:
+        workers: Ranks of the group, including its own.
+    """
+
+    def __init__(self, workers: set[int]) -> None:
+        super().__init__()
+        self.workers = workers
+        self.lost: set[int] = set()
+        self.round = 0
+        self.phase = Step.READY
+        self._ready: set[int] = set()
+        self._settled: set[int] = set()
+        self._reports: dict[int, Report] = {}
+        self._previous: dict[int, Report] = {}
+
+    def begin(self) -> list[Action]:
+        return [*super().begin(), Watch()]
+
+    def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
+        if step == Step.READY:
+            self._ready.add(member)
+        elif step == Step.SETTLED:
+            self._settled.add(member)
+        elif step == Step.REPORT:
+            if len(arguments) < 3:
+                raise _no_such_message(step, arguments)
+            # Late answers to older rounds are ignored.
+            if self.phase is Step.PROBE and arguments[0] == self.round:
+                self._reports[member] = Report(bool(arguments[1]), arguments[2])
+        elif step == Step.CLOSE:
+            return []  # It has told the others first, and has left.
+        else:
+            return super().received(member, step, arguments)
+        return self._advance()
+
+    def member_lost(self, member: int) -> list[Action]:
+        if member in self.workers:
+            self.workers.discard(member)
+            self.lost.add(member)
+        return self._advance()
+
+    def _needs(self, member: int) -> bool:
+        return self.phase is not Step.CLOSE
+
+    def probe_again(self) -> list[Action]:
+        if self.phase is not Step.PROBE:
+            return []
+        self.round += 1
+        self._previous, self._reports = self._reports, {}
+        return self._tell_all(Step.PROBE, self.round)
+
+    def missing(self) -> Missing:
+        if self.phase is Step.READY:
+            return Missing("had not called shutdown", tuple(sorted(self.workers - self._ready)))
+        if self.phase is Step.PROBE:
+            known = {**self._previous, **self._reports}
+            busy = {worker for worker in self.workers & known.keys() if not known[worker].is_idle}
+            unknown = self.workers - known.keys()
+            if busy and unknown:
+                both = tuple(sorted(busy | unknown))
+                return Missing("had calls under way, or did not answer", both)
+            if busy:
+                return Missing("had calls under way", tuple(sorted(busy)))
+            silent = self.workers - self._reports.keys()
+            return Missing("did not answer", tuple(sorted(silent)))
+        unsettled = self.workers - self._settled if self.phase is Step.SETTLE else set()
+        return Missing("had not let go of all references", tuple(sorted(unsettled)))
+
+    def _advance(self) -> list[Action]:
+        if self.phase is Step.READY and self.workers <= self._ready:
+            self.phase = Step.PROBE
+            return self.probe_again()
+        if self.phase is Step.PROBE and self.workers <= self._reports.keys():
+            if not self._is_quiet():
+                return [ProbeLater()]
+            self.phase = Step.SETTLE
+            return self._tell_all(Step.SETTLE)
+        if self.phase is Step.SETTLE and self.workers <= self._settled:
+            self.phase = Step.CLOSE
+            lost = tuple(sorted(self.lost))
+            return [*self._tell_all(Step.CLOSE, *lost), *self._leave(lost)]
+        return []
+
+    def _is_quiet(self) -> bool:
+        return all(
+            self._reports[worker].is_idle and self._previous.get(worker) == self._reports[worker]
+            for worker in self.workers
+        )
+
+    def _tell_all(self, step: Step, *arguments: int) -> list[Action]:
+        return [Send(worker, step, arguments) for worker in sorted(self.workers)]

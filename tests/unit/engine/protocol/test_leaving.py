@@ -6,6 +6,7 @@ from torchweft.engine.protocol.leaving import (
     BeginSettling,
     ClosedLeaving,
     ExpectEnds,
+    Leader,
     Left,
     Look,
     Lose,
@@ -134,7 +135,7 @@ def test_steps_of_closed_groups_are_refused(step: int) -> None:
 
 
 def test_a_worker_of_a_closed_group_goes_when_the_leader_says_so() -> None:
-    machine = ClosedLeaving(1, {0, 1})
+    machine = ClosedLeaving()
     assert machine.begin() == [Send(0, Step.READY)]
     assert machine.missing() == Missing("had not said that all are done", (0,))
     assert machine.received(0, Step.PROBE, [3]) == [Look()]
@@ -152,7 +153,7 @@ def test_a_worker_of_a_closed_group_goes_when_the_leader_says_so() -> None:
 
 
 def test_the_leader_goes_when_it_has_told_all() -> None:
-    machine = ClosedLeaving(0, {0, 1})
+    machine = Leader({0, 1})
     assert machine.begin() == [Send(0, Step.READY), Watch()]
     assert machine.received(0, Step.READY, []) == []
     assert machine.missing() == Missing("had not called shutdown", (1,))
@@ -175,27 +176,26 @@ def settle() -> list[Send]:
 
 
 def test_without_its_leader_a_worker_goes_at_once() -> None:
-    machine = ClosedLeaving(1, {0, 1, 2})
+    machine = ClosedLeaving()
     assert machine.member_lost(2) == []
     assert machine.member_lost(0) == [Left((0,))]
     assert machine.begin() == []
 
 
-def settling(me: int) -> ClosedLeaving:
-    machine = ClosedLeaving(me, {0, 1, 2})
+def settling(machine: ClosedLeaving) -> ClosedLeaving:
     machine.begin()
     machine.received(0, Step.SETTLE, [])
     return machine
 
 
 def test_a_connection_that_ends_before_this_worker_has_settled_is_a_loss() -> None:
-    machine = settling(1)
+    machine = settling(ClosedLeaving())
     assert machine.connection_ended(2) == [Lose(2)]
     assert machine.connection_ended(0) == [Lose(0), Left((0,))]
 
 
 def test_a_connection_that_ends_when_all_are_let_go_is_none() -> None:
-    machine = settling(1)
+    machine = settling(ClosedLeaving())
     observe(machine, is_idle=True, is_settled=True)
     assert machine.connection_ended(2) == []
     machine.received(0, Step.CLOSE, [])
@@ -203,17 +203,17 @@ def test_a_connection_that_ends_when_all_are_let_go_is_none() -> None:
 
 
 def test_a_leader_whose_connection_ends_before_it_let_go_is_lost() -> None:
-    machine = settling(1)
+    machine = settling(ClosedLeaving())
     observe(machine, is_idle=True, is_settled=True)
     assert machine.connection_ended(0) == [Lose(0), Left((0,))]
 
 
 def test_the_leader_goes_on_without_one_whose_connection_ended() -> None:
-    machine = settling(0)
+    machine = Leader({0, 1, 2})
+    settling(machine)
     observe(machine, is_idle=True, is_settled=True)
     assert machine.connection_ended(2) == [Lose(2)]
-    assert machine.leader is not None
-    assert machine.leader.lost == {2}
+    assert machine.lost == {2}
 
 
 @pytest.mark.parametrize(
@@ -232,4 +232,4 @@ def test_steps_that_make_no_sense_are_refused(
     me: int, step: int, arguments: list[int], told: str
 ) -> None:
     with pytest.raises(ProtocolError, match=told):
-        ClosedLeaving(me, {0, 1}).received(1, step, arguments)
+        (ClosedLeaving() if me else Leader({0, 1})).received(1, step, arguments)

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from torchweft.engine.protocol.leaving import (
-    Closed,
+    Action,
     Leader,
-    LeaderAction,
+    Left,
     Missing,
     ProbeLater,
     Report,
@@ -15,7 +15,7 @@ IDLE = Report(is_idle=True, activity=7)
 BUSY = Report(is_idle=False, activity=7)
 
 
-def tell(*workers: int, step: Step, arguments: tuple[int, ...] = ()) -> list[LeaderAction]:
+def tell(*workers: int, step: Step, arguments: tuple[int, ...] = ()) -> list[Action]:
     return [Send(worker, step, arguments) for worker in workers]
 
 
@@ -23,17 +23,21 @@ def probing(workers: int = 2) -> Leader:
     """Returns a leader that has just started its first round."""
     leader = Leader(set(range(workers)))
     for worker in range(workers - 1):
-        assert leader.worker_ready(worker) == []
+        assert leader.received(worker, Step.READY, []) == []
     expected = tell(*range(workers), step=Step.PROBE, arguments=(1,))
-    assert leader.worker_ready(workers - 1) == expected
+    assert leader.received(workers - 1, Step.READY, []) == expected
     return leader
 
 
-def report_all(leader: Leader, *reports: Report) -> list[LeaderAction]:
-    actions: list[LeaderAction] = []
+def tell_report(leader: Leader, worker: int, probe_round: int, report: Report) -> list[Action]:
+    return leader.received(worker, Step.REPORT, [probe_round, int(report.is_idle), report.activity])
+
+
+def report_all(leader: Leader, *reports: Report) -> list[Action]:
+    actions: list[Action] = []
     for worker, report in enumerate(reports):
         assert actions == []
-        actions = leader.worker_reported(worker, leader.round, report)
+        actions = tell_report(leader, worker, leader.round, report)
     return actions
 
 
@@ -75,9 +79,9 @@ def test_an_answer_to_an_older_round_is_ignored() -> None:
     leader = probing()
     report_all(leader, IDLE, IDLE)
     leader.probe_again()
-    leader.worker_reported(0, 2, IDLE)
-    assert leader.worker_reported(1, 1, IDLE) == []
-    assert leader.worker_reported(1, 2, BUSY) == [ProbeLater()]
+    tell_report(leader, 0, 2, IDLE)
+    assert tell_report(leader, 1, 1, IDLE) == []
+    assert tell_report(leader, 1, 2, BUSY) == [ProbeLater()]
 
 
 def test_probing_before_all_are_ready_or_after_the_group_is_quiet_does_nothing() -> None:
@@ -87,46 +91,49 @@ def test_probing_before_all_are_ready_or_after_the_group_is_quiet_does_nothing()
 
 def test_all_are_let_go_when_the_last_has_settled() -> None:
     leader = settling(3)
-    assert leader.worker_settled(2) == []
-    assert leader.worker_settled(0) == []
-    assert leader.worker_settled(1) == [*tell(0, 1, 2, step=Step.CLOSE), Closed(())]
+    assert leader.received(2, Step.SETTLED, []) == []
+    assert leader.received(0, Step.SETTLED, []) == []
+    assert leader.received(1, Step.SETTLED, []) == [*tell(0, 1, 2, step=Step.CLOSE), Left(())]
 
 
 def test_messages_that_come_twice_change_nothing() -> None:
     leader = settling()
-    leader.worker_ready(1)
-    leader.worker_settled(1)
-    assert leader.worker_settled(1) == []
-    assert leader.worker_settled(0)[-1] == Closed(())
-    assert leader.worker_settled(0) == []
-    assert leader.worker_lost(1) == []
+    leader.received(1, Step.READY, [])
+    leader.received(1, Step.SETTLED, [])
+    assert leader.received(1, Step.SETTLED, []) == []
+    assert leader.received(0, Step.SETTLED, [])[-1] == Left(())
+    assert leader.received(0, Step.SETTLED, []) == []
+    assert leader.member_lost(1) == []
 
 
 def test_a_worker_lost_before_it_is_ready_is_left_out_and_named() -> None:
     leader = Leader({0, 1, 2})
-    leader.worker_ready(0)
-    leader.worker_ready(2)
-    assert leader.worker_lost(1) == tell(0, 2, step=Step.PROBE, arguments=(1,))
-    leader.worker_reported(0, 1, IDLE)
-    leader.worker_reported(2, 1, IDLE)
+    leader.received(0, Step.READY, [])
+    leader.received(2, Step.READY, [])
+    assert leader.member_lost(1) == tell(0, 2, step=Step.PROBE, arguments=(1,))
+    tell_report(leader, 0, 1, IDLE)
+    tell_report(leader, 2, 1, IDLE)
     leader.probe_again()
-    leader.worker_reported(0, 2, IDLE)
-    assert leader.worker_reported(2, 2, IDLE) == tell(0, 2, step=Step.SETTLE)
-    leader.worker_settled(0)
-    assert leader.worker_settled(2) == [*tell(0, 2, step=Step.CLOSE, arguments=(1,)), Closed((1,))]
+    tell_report(leader, 0, 2, IDLE)
+    assert tell_report(leader, 2, 2, IDLE) == tell(0, 2, step=Step.SETTLE)
+    leader.received(0, Step.SETTLED, [])
+    assert leader.received(2, Step.SETTLED, []) == [
+        *tell(0, 2, step=Step.CLOSE, arguments=(1,)),
+        Left((1,)),
+    ]
 
 
 def test_a_worker_lost_while_its_report_is_awaited_is_left_out() -> None:
     leader = probing()
-    leader.worker_reported(0, 1, IDLE)
-    assert leader.worker_lost(1) == [ProbeLater()]
+    tell_report(leader, 0, 1, IDLE)
+    assert leader.member_lost(1) == [ProbeLater()]
     assert leader.probe_again() == [Send(0, Step.PROBE, (2,))]
 
 
 def test_a_worker_lost_while_it_settles_is_left_out() -> None:
     leader = settling()
-    leader.worker_settled(0)
-    assert leader.worker_lost(1) == [Send(0, Step.CLOSE, (1,)), Closed((1,))]
+    leader.received(0, Step.SETTLED, [])
+    assert leader.member_lost(1) == [Send(0, Step.CLOSE, (1,)), Left((1,))]
 
 
 def test_a_lone_leader_closes() -> None:
@@ -134,12 +141,12 @@ def test_a_lone_leader_closes() -> None:
     report_all(leader, IDLE)
     leader.probe_again()
     assert report_all(leader, IDLE) == [Send(0, Step.SETTLE)]
-    assert leader.worker_settled(0) == [Send(0, Step.CLOSE), Closed(())]
+    assert leader.received(0, Step.SETTLED, []) == [Send(0, Step.CLOSE), Left(())]
 
 
 def test_a_stranger_who_is_lost_is_not_named() -> None:
     leader = Leader({0, 1})
-    leader.worker_lost(5)
+    leader.member_lost(5)
     assert leader.lost == set()
 
 
@@ -147,27 +154,27 @@ def test_who_is_waited_for_is_known_at_every_moment() -> None:
     leader = Leader({0, 1, 2})
     assert leader.missing() == Missing("had not called shutdown", (0, 1, 2))
     for worker in (0, 2):
-        leader.worker_ready(worker)
+        leader.received(worker, Step.READY, [])
     assert leader.missing() == Missing("had not called shutdown", (1,))
-    leader.worker_ready(1)
-    leader.worker_reported(0, 1, IDLE)
+    leader.received(1, Step.READY, [])
+    tell_report(leader, 0, 1, IDLE)
     assert leader.missing() == Missing("did not answer", (1, 2))
-    leader.worker_reported(1, 1, BUSY)
+    tell_report(leader, 1, 1, BUSY)
     assert leader.missing() == Missing("had calls under way, or did not answer", (1, 2))
-    leader.worker_reported(2, 1, BUSY)
+    tell_report(leader, 2, 1, BUSY)
     assert leader.missing() == Missing("had calls under way", (1, 2))
     leader.probe_again()
-    leader.worker_reported(2, 2, IDLE)
+    tell_report(leader, 2, 2, IDLE)
     assert leader.missing() == Missing("had calls under way", (1,))
-    leader.worker_reported(0, 2, IDLE)
-    leader.worker_reported(1, 2, IDLE)
+    tell_report(leader, 0, 2, IDLE)
+    tell_report(leader, 1, 2, IDLE)
     leader.probe_again()
     report_all(leader, IDLE, IDLE, IDLE)
-    leader.worker_settled(1)
+    leader.received(1, Step.SETTLED, [])
     assert leader.missing() == Missing("had not let go of all references", (0, 2))
 
 
 def test_who_is_lost_is_not_waited_for() -> None:
     leader = Leader({0, 1, 2})
-    leader.worker_lost(1)
+    leader.member_lost(1)
     assert leader.missing().workers == (0, 2)
