@@ -6,6 +6,7 @@ store and to other workers. Every operation takes some time; workers die between
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from torchweft.engine.protocol.joining import (
     Get,
     Glance,
     Introduce,
-    NoteLeft,
     Peek,
     Remove,
     Request,
@@ -192,8 +192,6 @@ class Joiners:
             if forgotten is not None:
                 life.roster.retire(forgotten)
             answer(None)
-        elif isinstance(request, NoteLeft):
-            self.leave(request.worker, life.token, lambda: answer(None), is_over=request.is_over)
         elif isinstance(request, Wait):
             self._wait(life, request, self.clock() + request.limit_s, answer)
         else:
@@ -209,23 +207,16 @@ class Joiners:
                 life.registration = life.signed
             answer(value)
 
-    def leave(
-        self,
-        worker: int,
-        token: str,
-        then: Callable[[], None] = lambda: None,
-        *,
-        is_over: bool = True,
-    ) -> None:
-        """Takes a worker out of the store, step by step, also after the end of its life."""
-        steps = leave_open(worker, token, is_over=is_over)
+    def leave(self, worker: int, token: str) -> None:
+        """Takes a worker out of the store, step by step; it may be killed before a step."""
+        steps = leave_open(worker, token)
+        is_killed = self.chance.random() < 0.2
 
         def go_on(value: Any = None) -> None:
-            try:
+            if is_killed and self.chance.random() < 0.3:
+                return
+            with contextlib.suppress(StopIteration):
                 request = steps.send(value)
-            except StopIteration:
-                then()
-            else:
                 self.later(lambda: go_on(self.store.perform(request)))
 
         go_on()

@@ -40,7 +40,6 @@ from torchweft.engine.protocol.joining import (
     Admission,
     Forget,
     Introduce,
-    NoteLeft,
     Request,
     introduce,
 )
@@ -434,10 +433,6 @@ def _introduce(node: Node, store: Any, admission: Admission, end_s: float) -> No
     def perform_one(request: Request) -> Any:
         if isinstance(request, Introduce):
             return _meet_all(node, end_s, request)
-        if isinstance(request, NoteLeft):
-            return rendezvous.note_left(
-                node.store, request.worker, admission.token, is_over=request.is_over
-            )
         if isinstance(request, Forget):
             return _forget(node.agent, request)
         return rendezvous.perform(store, request)

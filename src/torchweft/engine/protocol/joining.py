@@ -27,6 +27,7 @@ with its registration, which stays there until a later newcomer sees the key.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections import deque
@@ -46,6 +47,7 @@ from torchweft.errors import (
     DuplicateName,
     RendezvousError,
     RendezvousTimeout,
+    WeftError,
 )
 from torchweft.ids import ID_LIMIT
 
@@ -157,20 +159,6 @@ class Introduce(NamedTuple):
     is_namesake: bool = False
 
 
-class NoteLeft(NamedTuple):
-    """A request: take a worker that is gone out of the table of those that are there.
-
-    Answered with None, even if that failed: later workers find out themselves.
-
-    Attributes:
-        worker: Its id.
-        is_over: Whether its process has ended: it will not look at its fate any more.
-    """
-
-    worker: int
-    is_over: bool
-
-
 class Forget(NamedTuple):
     """A request: declare another worker lost. Answered with None."""
 
@@ -191,7 +179,6 @@ Request = (
     | Check
     | Wait
     | Introduce
-    | NoteLeft
     | Forget
 )
 T = TypeVar("T")
@@ -279,11 +266,12 @@ def _lead(
     over: deque[str],
 ) -> Steps[Directory]:
     """Makes and writes the directory or the refusal; waits until a refusal is read."""
+    start_s = clock()
     yield Set(worker_key(me.id, token), me.encode())
     try:
         yield from _begin_round(token, over)
         yield from _make_closed()
-        directory = yield from _collect(world_size, token, timeout_s, clock)
+        directory = yield from _collect(world_size, token, start_s, timeout_s, clock)
     except (RendezvousError, ConfigurationError) as error:
         directory = Directory.refused(error)
     except GeneratorExit:
@@ -319,10 +307,9 @@ def _begin_round(token: str, over: deque[str]) -> Steps[None]:
 
 
 def _collect(
-    world_size: int, token: str, timeout_s: float, clock: Callable[[], float]
+    world_size: int, token: str, start_s: float, timeout_s: float, clock: Callable[[], float]
 ) -> Steps[Directory]:
     """Returns the directory of the group; raises the error that says why there is none."""
-    start_s = clock()
     registrations: dict[int, Registration] = {}
     keys = tuple(worker_key(rank, token) for rank in range(world_size))
     for rank, key in enumerate(keys):
@@ -355,11 +342,7 @@ def _follow(
         key = _next_key(token)
         is_late = yield Check(directory_key(token))
         yield Set(worker_key(me.id, token), me.encode())
-        is_written = yield Wait(directory_key(token), end_s - clock(), arrivals)
-        # Without a leader no directory can follow.
-        if not is_written and (yield from _is_there(arrival_key(LEADER))):
-            is_written = yield Wait(directory_key(token), end_s + GRACE_S - clock())
-        if not is_written:
+        if not (yield Wait(directory_key(token), end_s + GRACE_S - clock(), arrivals)):
             break
         directory = Directory.decode((yield Get(directory_key(token))))
         is_over = not (directory.refusal or directory.workers) or token in over
@@ -513,8 +496,10 @@ def join_open(me: Registration, token: str) -> Steps[Admission]:
             found = yield Verify(member_key(worker, token), own)
         else:
             found = read.get(worker) or (yield Peek(member_key(worker, token)))
-        if found is not None:  # Else it has left meanwhile.
+        if found is not None:
             earlier[worker] = Registration.decode(found)
+        else:  # It has left meanwhile, or was killed while it left.
+            yield from _note_left(worker, token, is_over=False)
     return Admission(token, me, earlier)
 
 
@@ -555,19 +540,28 @@ def _with_id(me: Registration, worker: int) -> Registration:
 
 
 def leave_open(worker: int, token: str, *, is_over: bool = True) -> Steps[None]:
-    """Takes a worker out of the table of those that are there, and removes its keys.
+    """Removes the keys of a worker that is gone, and takes it out of the table.
+
+    A newcomer that finds a worker without its key goes on with that. So nothing stays if the
+    process that runs this is killed.
 
     Args:
         worker: Its id.
         token: The token of the run.
-        is_over: As for ``NoteLeft``.
+        is_over: Whether its process has ended: it will not look at its fate any more.
     """
-    text = yield Swap(PRESENT, "", _Table(-1, {}).encode())
-    while worker in (table := _Table.decode(text)).present:
-        text = yield Swap(PRESENT, text, table.without(worker).encode())
     yield Remove(member_key(worker, token))
     if is_over:
         yield Remove(_fate_key(worker))
+    text = yield Swap(PRESENT, "", _Table(-1, {}).encode())
+    while worker in (table := _Table.decode(text)).present:
+        text = yield Swap(PRESENT, text, table.without(worker).encode())
+
+
+def _note_left(worker: int, token: str, *, is_over: bool) -> Steps[None]:
+    """Does ``leave_open`` for another worker; later newcomers find out if the store fails."""
+    with contextlib.suppress(RuntimeError, OSError, WeftError):
+        yield from leave_open(worker, token, is_over=is_over)
 
 
 def introduce(admission: Admission) -> Steps[None]:
@@ -588,7 +582,8 @@ def introduce(admission: Admission) -> Steps[None]:
     for earlier in admission.earlier.values():
         if _are_namesakes(earlier, me):
             (error,) = yield Introduce((earlier,), is_namesake=True)
-            yield NoteLeft(earlier.id, failure_of(error) is Failure.GONE)
+            is_over = failure_of(error) is Failure.GONE
+            yield from _note_left(earlier.id, admission.token, is_over=is_over)
         else:
             others[earlier.id] = earlier
     if len(others) < len(admission.earlier):
@@ -607,12 +602,12 @@ def introduce(admission: Admission) -> Steps[None]:
             else:
                 yield Forget(other, error)
                 if failure_of(error) is Failure.GONE:
-                    yield NoteLeft(other.id, True)
+                    yield from _note_left(other.id, admission.token, is_over=True)
         others = {}
         for worker, other in later.items():
             has_living = any(_are_namesakes(other, member) for member in members)
             if has_living and (yield from _is_refused(worker)):
-                yield NoteLeft(worker, False)
+                yield from _note_left(worker, admission.token, is_over=False)
             else:
                 others[worker] = other
 

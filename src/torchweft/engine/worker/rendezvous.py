@@ -723,8 +723,8 @@ def enter(store: Any, registration: Registration, timeout_s: float) -> Admission
         ) from error
 
 
-def note_left(store: Any, worker: int, token: str, *, is_over: bool = True) -> None:
-    """Takes a worker that is gone, by id, out of the table for workers that join later.
+def note_left(store: Any, worker: int, token: str) -> None:
+    """Takes a worker that leaves, by id, out of the table for workers that join later.
 
     Waits for the store for a moment at most.
 
@@ -732,13 +732,10 @@ def note_left(store: Any, worker: int, token: str, *, is_over: bool = True) -> N
         store: A store with keys of this group only.
         worker: The id of the worker.
         token: The token of the run.
-        is_over: Whether its process has ended, or leaves itself.
     """
     bounded = SignedStore(BoundedStore(store, 0.0), None)
     try:
-        carry_out(
-            joining.leave_open(worker, token, is_over=is_over), functools.partial(perform, bounded)
-        )
+        carry_out(joining.leave_open(worker, token), functools.partial(perform, bounded))
     except (RuntimeError, OSError, WeftError) as error:
         _log.debug("worker %d could not be taken out of the store: %s", worker, error)
 
