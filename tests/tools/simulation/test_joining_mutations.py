@@ -69,6 +69,8 @@ def follows_for_ever(patch: pytest.MonkeyPatch) -> None:
         yield Wait(joining.directory_key(token), 1e9)
         return Directory.decode((yield Get(joining.directory_key(token))))
 
+    patch.setattr(joining, "_follow", mutant)
+
 
 def takes_rounds_that_are_over(patch: pytest.MonkeyPatch) -> None:
     """A worker takes the verdict of a former life for its own."""
@@ -87,8 +89,6 @@ def leaves_workers_in_earlier_rounds(patch: pytest.MonkeyPatch) -> None:
         yield Set(joining.ROUND, token)
 
     patch.setattr(joining, "_begin_round", mutant)
-
-    patch.setattr(joining, "_follow", mutant)
 
 
 def ends_with_its_store(patch: pytest.MonkeyPatch) -> None:
