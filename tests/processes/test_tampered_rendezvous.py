@@ -126,9 +126,7 @@ def test_another_registration(store: Store, trap: socket.socket) -> None:
     store.begin("b", 1, 3)
     store.keys.set(f"worker/2/{token}", json.dumps(registration("c", 2, address_of(trap))))
     for name in "ab":
-        with pytest.raises(
-            RendezvousError, match=r"'worker/2/\w+' was not written with the secret"
-        ):
+        with pytest.raises(RendezvousError, match=r"'worker/2' was not written with the secret"):
             store.result(name)
 
 
@@ -139,7 +137,7 @@ def test_another_directory(store: Store, trap: socket.socket) -> None:
     mine = {"name": "b", "id": 1, "addresses": [], "main": "", "facts": {}}
     told = directory(registration("a", 0, address_of(trap)), mine)
     store.keys.set(f"directory/{token}", told)
-    with pytest.raises(RendezvousError, match=r"'directory/\w+' was not written with the secret"):
+    with pytest.raises(RendezvousError, match=r"'directory' was not written with the secret"):
         store.result("b")
     store.close()
 
@@ -180,10 +178,10 @@ def test_another_member_of_an_open_group(store: Store, trap: socket.socket) -> N
     store.keys.set("present", "[0, 0]")
     address = address_of(trap)
     store.keys.set(f"member/0/{token}", json.dumps(registration("a", 0, address)))
-    with pytest.raises(RendezvousError, match=r"'member/0/\w*' was not written with the secret"):
+    with pytest.raises(RendezvousError, match=r"'member/0' was not written with the secret"):
         store.join("b", 1, None)
     store.keys.set("present", json.dumps([0, [0, json.dumps(registration("a", 0, address))]]))
-    with pytest.raises(RendezvousError, match=r"'member/0/\w*' was not written with the secret"):
+    with pytest.raises(RendezvousError, match=r"'member/0' was not written with the secret"):
         store.join("b", 1, None)
     store.keys.set("present", "[0]")
     store.join("c", 2, None)  # The attacker can hide ``a`` from ``c``, and do no more.

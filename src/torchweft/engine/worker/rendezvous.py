@@ -90,6 +90,8 @@ _NO_VALUE = "?"
 """A text that no key has."""
 _PREFIX = b"signed:"
 _SIGNATURE_BYTES = 64  # in hexadecimal
+_TOKEN = re.compile(r"/[0-9a-f]{32}\Z")
+"""The token of a run at the end of a key, which errors do not show."""
 
 _LOOK_AGAIN_S = 0.02
 
@@ -265,10 +267,11 @@ class SignedStore:
     def verify(self, key: str, written: bytes) -> bytes:
         """Returns the value in the output of ``sign``, as bytes. Raises as ``get``."""
         is_signed = written.startswith(_PREFIX)
+        shown = _TOKEN.sub("", key)
         if self._key is None:
             if is_signed:
                 raise RendezvousError(
-                    f"the rendezvous store's value of {key!r} is signed with a secret, and this "
+                    f"the rendezvous store's value of {shown!r} is signed with a secret, and this "
                     "worker has none; give all workers of the group the same (WEFT_SECRET_FILE)"
                 )
             return written
@@ -276,7 +279,7 @@ class SignedStore:
         if is_signed and self._key.verify(signature, key.encode(), value):
             return value
         raise RendezvousError(
-            f"the rendezvous store's value of {key!r} was not written with the secret of this "
+            f"the rendezvous store's value of {shown!r} was not written with the secret of this "
             "worker: some worker of the group has another secret or none (WEFT_SECRET_FILE), or a "
             "stranger has reached the store"
         )
