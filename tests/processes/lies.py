@@ -191,7 +191,7 @@ def _gradients() -> Iterator[bytes]:
         context_id = scoped_id(RANKS[HONEST], number)
         for message in (number, number + 1, number * 2):
             name = PassName(context_id, pass_id, pass_id, PassMode(retain_graph=True))
-            head = codec.encode_head(name, Gradients(scoped_id(RANKS[VICTIM], message), ()))
+            head = codec.encode(name, Gradients(scoped_id(RANKS[VICTIM], message), ()))
             yield _frame(Kind.GRADIENTS, name.mode.flags, pass_id, head + content)
 
 

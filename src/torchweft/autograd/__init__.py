@@ -11,7 +11,7 @@ from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import current_id, set_current_id
 from torchweft.autograd.engine import OpenContext, current_engine
 from torchweft.autograd.graph import all_used, check_context_id, checked_inputs, roots_of
-from torchweft.engine.codec.tracebacks import without_own_frames
+from torchweft.engine.codec.tracebacks import shorten, without_own_frames
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 
 __all__ = ["backward", "context", "current_context_id", "get_gradients", "grad", "is_available"]
@@ -69,7 +69,6 @@ def backward(
 ) -> None: ...
 
 
-@without_own_frames
 def backward(
     context_id: int | Tensor | Sequence[Tensor],
     roots: Sequence[Tensor] | None = None,
@@ -110,23 +109,27 @@ def backward(
         BackwardTimeout: The pass was not over after ``WEFT_BACKWARD_TIMEOUT_S``; names the workers
             that it waited for.
     """
-    if mode not in ("smart", "fast"):
-        raise ConfigurationError(f"mode is {mode!r}; it must be 'smart' or 'fast'")
-    is_anywhere = roots is None
-    if roots is None:
-        roots, context_id = _only_roots(context_id), current_id()
-    check_context_id(context_id)  # type: ignore[arg-type]
-    engine = current_engine()
-    how = PassMode(bool(retain_graph or create_graph), bool(create_graph))
-    if is_anywhere and not context_id:
-        if create_graph:
+    try:
+        if mode not in ("smart", "fast"):
+            raise ConfigurationError(f"mode is {mode!r}; it must be 'smart' or 'fast'")
+        is_anywhere = roots is None
+        if roots is None:
+            roots, context_id = _only_roots(context_id), current_id()
+        check_context_id(context_id)  # type: ignore[arg-type]
+        engine = current_engine()
+        how = PassMode(bool(retain_graph or create_graph), bool(create_graph))
+        if context_id or not is_anywhere:
+            engine.run(context_id, roots_of(roots, grad_tensors), how)  # type: ignore[arg-type]
+        elif create_graph:
             raise ConfigurationError(
                 "create_graph=True needs a context, in which the gradients have their graph: open "
                 "`with torchweft.autograd.context() as context_id:` around the calls"
             )
-        engine.run_into_grad(roots_of(roots, grad_tensors), how)
-    else:
-        engine.run(context_id, roots_of(roots, grad_tensors), how)  # type: ignore[arg-type]
+        else:
+            engine.run_into_grad(roots_of(roots, grad_tensors), how)
+    except Exception as error:
+        shorten(error)
+        raise
 
 
 def _only_roots(given: int | Tensor | Sequence[Tensor]) -> Sequence[Tensor]:

@@ -1,9 +1,11 @@
 """Converts messages of a backward pass to frames, and frames to messages.
 
-The number of a frame is the number of its pass, and its flags hold the mode of the pass. A
-message of gradients is a head, the payload of a list of gradients, and their tensors; see
-``wire.messages``. Without a payload, the gradients are the tensors. All other messages are a tag
-and 64-bit integers. In ``Failed`` two byte strings follow, whose lengths are among the integers.
+The number of a frame is the number of its pass, and its flags hold the mode of the pass. All
+messages have one head, and behind it the numbers of messages that were walked from, executed,
+answered and reached. Gradients go on with the payload of a list of gradients, and their tensors;
+see ``wire.messages``. Without a payload, the gradients are the tensors. All other messages have a
+tag in place of the number of a message. ``Discover`` names the messages as reached ones; the
+payload of a ``Failed`` is the operation, a zero byte, and the error.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ from torchweft.engine.threads.thread_modes import (
     has_function_modes,
     plain_operations,
 )
-from torchweft.engine.wire.frames import Buffer, Frame, encode_frame
-from torchweft.engine.wire.messages import TABLES, Kind, decode_ints, encode_ints
+from torchweft.engine.wire.frames import HEADER, Buffer, Frame
+from torchweft.engine.wire.messages import TABLES, Kind, encode_ints
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.tensor_messages import TensorMessages
@@ -90,15 +92,11 @@ def mode_of(flags: int) -> PassMode:
 
 
 _HEAD = struct.Struct("<qqqqIIIII")
-_HEAD_INTEGERS = 3
 HEAD_BYTES = _HEAD.size
-"""Bytes at the begin of gradients that say which they are; no more than that."""
-NAME_BYTES = 8 * _HEAD_INTEGERS
-"""Bytes at the begin of any other message that say which pass it belongs to."""
-_PROGRESS_INTEGERS = 4
-CONTEXT_AT = {int(Kind.GRADIENTS): 0, int(Kind.BACKWARD): 8}
-"""By kind, where the number of the context stands in a message that can be decoded."""
-_FAILED_HEAD_BYTES = 8 * (_HEAD_INTEGERS + 3)
+"""Bytes at the begin of a message that are numbers only, and say which it is."""
+CONTEXT_BYTES = 8
+"""Bytes at the begin of a message that are the number of its context."""
+_GRADIENTS = int(Kind.GRADIENTS)
 
 
 class PassName(NamedTuple):
@@ -117,23 +115,34 @@ class PassName(NamedTuple):
     mode: PassMode
 
 
-def encode_head(
-    name: PassName, message: Gradients, recorded_id: int = 0, payload_bytes: int = 0
-) -> bytes:
-    """Returns the head that precedes the payload.
+def encode(name: PassName, message: Message, recorded_id: int = 0, payload: bytes = b"") -> bytes:
+    """Encodes a message; the error of a ``Failed`` must be bytes already.
 
     Args:
         name: The pass.
-        message: The message.
-        recorded_id: The number under which the gradients were themselves recorded as a message
-            of the context; 0 if they have no graph.
-        payload_bytes: Size of the payload.
+        message: The message; tensors of gradients follow the result.
+        recorded_id: The number under which gradients were themselves recorded as a message of the
+            context; 0 if they have no graph.
+        payload: The list of gradients, if they are not just the tensors.
     """
-    ids = (name.context_id, name.oldest_id, message.message_id, recorded_id)
-    if message.progress is None:
-        return _HEAD.pack(*ids, 0, 0, 0, 0, payload_bytes)
-    counts, told = _parts_of(message.progress)
-    return _HEAD.pack(*ids, *counts, payload_bytes) + encode_ints(*told)
+    progress: Progress | None = None
+    if isinstance(message, Gradients):
+        number, progress = message.message_id, message.progress
+    else:
+        number = _TAGS[type(message)]
+        if isinstance(message, Report):
+            progress = message.progress
+        elif isinstance(message, Discover):
+            progress = Progress(reached=[*message.message_ids], reached_parts=message.parts)
+        elif isinstance(message, Failed):
+            assert isinstance(message.error, bytes)
+            recorded_id = message.worker
+            payload = message.operation.encode() + b"\0" + message.error
+    ids = (name.context_id, name.oldest_id, number, recorded_id)
+    if progress is None:
+        return _HEAD.pack(*ids, 0, 0, 0, 0, len(payload)) + payload
+    counts, told = _parts_of(progress)
+    return _HEAD.pack(*ids, *counts, len(payload)) + encode_ints(*told) + payload
 
 
 def _parts_of(progress: Progress) -> tuple[tuple[int, int, int, int], list[int]]:
@@ -147,35 +156,58 @@ def _parts_of(progress: Progress) -> tuple[tuple[int, int, int, int], list[int]]
     return counts, [*walked, *executed, *answered, *reached]
 
 
-def decode_head(
-    pass_id: int, flags: int, data: Buffer
-) -> tuple[PassName, Gradients, int, int, int]:
-    """Decodes the result of ``encode_head``.
+def decode(
+    kind: int, pass_id: int, flags: int, data: Buffer
+) -> tuple[PassName, Message, int, int, int]:
+    """Decodes the result of ``encode``.
 
     Returns:
-        The pass, the message without its gradients, ``recorded_id``, and the offsets of the
+        The pass, the message, of gradients without these, ``recorded_id``, and the offsets of the
         payload and of the tensors.
 
     Raises:
         ProtocolError: It is malformed.
     """
-    if len(data) < _HEAD.size:
-        raise ProtocolError(f"gradients have a head of {len(data)} bytes, too few")
-    context_id, oldest_id, message_id, recorded_id, walked, executed, answered, reached, size = (
+    if len(data) < HEAD_BYTES:
+        raise ProtocolError(f"a message of a backward pass has {len(data)} bytes, too few")
+    context_id, oldest_id, number, recorded_id, walked, executed, answered, reached, size = (
         _HEAD.unpack_from(data)
     )
-    if min(context_id, oldest_id, message_id, recorded_id) < 0 or pass_id >> 63:
-        raise ProtocolError(f"gradients of message {message_id} have numbers out of range")
+    if min(context_id, oldest_id, number, recorded_id) < 0 or pass_id >> 63:
+        raise ProtocolError(f"a message of backward pass {pass_id} has numbers out of range")
     name = PassName(context_id, pass_id, oldest_id, mode_of(flags))
     count = walked + executed + answered + reached
-    start = _HEAD.size + 8 * count
-    if len(data) < start + size:
-        raise ProtocolError("the head of gradients does not add up to its length")
-    message = Gradients(message_id, ())
+    start = HEAD_BYTES + 8 * count
+    end = start + size
+    if len(data) < end or (kind != _GRADIENTS and len(data) > end):
+        raise ProtocolError("a message of a backward pass does not add up to its length")
+    progress = None
     if count:
-        ids = struct.unpack_from(f"<{count}q", data, _HEAD.size)
-        message.progress = _progress_of(walked, executed, answered, ids)
-    return name, message, recorded_id, start, start + size
+        ids = struct.unpack_from(f"<{count}q", data, HEAD_BYTES)
+        progress = _progress_of(walked, executed, answered, ids)
+    if kind == _GRADIENTS:
+        return name, Gradients(number, (), progress), recorded_id, start, end
+    message = _decode_control(number, recorded_id, progress or Progress(), bytes(data[start:end]))
+    return name, message, 0, start, end
+
+
+def _decode_control(tag: int, worker: int, progress: Progress, payload: bytes) -> Message:
+    if tag == _TAGS[Discover]:
+        return Discover(tuple(progress.reached), progress.reached_parts)
+    if tag == _TAGS[Report]:
+        return Report(progress)
+    if tag == _TAGS[Failed]:
+        operation, _, error = payload.partition(b"\0")
+        return Failed(worker, operation.decode(errors="replace"), error)
+    if tag == _TAGS[Settled]:
+        return Settled()
+    if tag != _TAGS[Abort]:
+        raise ProtocolError(f"a message of a backward pass has the unknown tag {tag}")
+    return Abort()
+
+
+_TAGS: dict[type, int] = {Discover: 1, Settled: 2, Report: 3, Failed: 4, Abort: 5}
+"""Stand in place of the number of a message in those that carry no gradients."""
 
 
 def _progress_of(walked: int, executed: int, answered: int, numbers: tuple[int, ...]) -> Progress:
@@ -228,109 +260,33 @@ def _without_parts(numbers: Iterable[int]) -> tuple[list[int], Parts]:
     return ids, {number: int.from_bytes(bits, "little") for number, bits in parts.items()}
 
 
-def numbers_of_gradients(data: Buffer) -> tuple[int, int, int]:
-    """Returns the context and the message of gradients, and the number of their record, or 0.
-
-    Raises:
-        ProtocolError: They are malformed.
-    """
-    if len(data) < _HEAD.size:
-        raise ProtocolError(f"gradients have a head of {len(data)} bytes, too few")
-    context_id, _, message_id, recorded_id, *_ = _HEAD.unpack_from(data)
-    return context_id, message_id, recorded_id
-
-
-def ids_in(head: Buffer) -> tuple[int, int, int]:
-    """Returns the context and the message of gradients, and where their tensors begin.
+def ids_in(head: Buffer) -> tuple[int, int, int, int]:
+    """Returns the numbers in a head of gradients, which may be malformed.
 
     Args:
-        head: Their first ``HEAD_BYTES``.
-    """
-    context_id, _, message_id, _, *counts, payload_bytes = _HEAD.unpack_from(head)
-    return context_id, message_id, _HEAD.size + 8 * sum(counts) + payload_bytes
+        head: Their first ``HEAD_BYTES``, or more.
 
-
-def context_in(head: Buffer) -> int:
-    """Returns the context of any other message, from its first ``NAME_BYTES``."""
-    return decode_ints(head[:NAME_BYTES])[1]
-
-
-def encode(name: PassName, message: Message) -> bytes:
-    """Encodes any other message; the error of a ``Failed`` must be bytes already."""
-    head = (_TAGS[type(message)], name.context_id, name.oldest_id)
-    if isinstance(message, Failed):
-        operation = message.operation.encode()
-        assert isinstance(message.error, bytes)
-        sizes = (message.worker, len(operation), len(message.error))
-        return encode_ints(*head, *sizes) + operation + message.error
-    if isinstance(message, Discover):
-        return encode_ints(*head, *_with_parts(message.message_ids, message.parts))
-    if isinstance(message, Report):
-        counts, ids = _parts_of(message.progress)
-        return encode_ints(*head, *counts, *ids)
-    return encode_ints(*head)
-
-
-def decode(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Message]:
-    """Decodes the result of ``encode``.
+    Returns:
+        The context, the message, the number of its record, and where the tensors begin.
 
     Raises:
-        ProtocolError: It is malformed.
+        ProtocolError: It is too short.
     """
-    tag = int.from_bytes(data[:8], "little")
-    words = data[:_FAILED_HEAD_BYTES] if tag == _FAILED else data
-    if len(words) % 8:
-        raise ProtocolError(f"a message of a backward pass has {len(words)} bytes")
-    integers = struct.unpack(f"<{len(words) // 8}q", words)
-    is_short = len(integers) < _HEAD_INTEGERS
-    if tag not in _TAGS.values() or is_short or min(integers[:_HEAD_INTEGERS]) < 0 or pass_id >> 63:
-        raise ProtocolError(f"{len(data)} bytes with tag {tag} are no message of a backward pass")
-    name = PassName(integers[1], pass_id, integers[2], mode_of(flags))
-    rest = integers[_HEAD_INTEGERS:]
-    if tag == _REPORT:
-        return name, _read_report(rest)
-    if tag == _DISCOVER:
-        message_ids, parts = _without_parts(rest)
-        return name, Discover(tuple(message_ids), parts)
-    if tag == _FAILED:
-        return name, _read_failed(rest, data)
-    return name, Settled() if tag == _SETTLED else Abort()
-
-
-def _read_failed(integers: tuple[int, ...], data: Buffer) -> Failed:
-    if len(data) < _FAILED_HEAD_BYTES:
-        raise ProtocolError("the report of a failed backward pass is too short")
-    worker, operation_bytes, error_bytes = integers
-    texts = bytes(data[_FAILED_HEAD_BYTES:])
-    is_negative = min(integers) < 0
-    if is_negative or len(texts) != operation_bytes + error_bytes:
-        raise ProtocolError("the report of a failed backward pass does not add up to its length")
-    operation = texts[:operation_bytes].decode(errors="replace")
-    return Failed(worker, operation, texts[operation_bytes:])
-
-
-def _read_report(integers: tuple[int, ...]) -> Report:
-    if len(integers) < _PROGRESS_INTEGERS:
-        raise ProtocolError("the report of a backward pass is too short")
-    counts, ids = integers[:_PROGRESS_INTEGERS], integers[_PROGRESS_INTEGERS:]
-    if min(counts) < 0 or sum(counts) != len(ids):
-        raise ProtocolError("the progress of a backward pass does not add up to its length")
-    return Report(_progress_of(counts[0], counts[1], counts[2], ids))
-
-
-_DISCOVER, _SETTLED, _REPORT, _FAILED, _ABORT = range(1, 6)
-_TAGS: dict[type, int] = {
-    Discover: _DISCOVER,
-    Settled: _SETTLED,
-    Report: _REPORT,
-    Failed: _FAILED,
-    Abort: _ABORT,
-}
+    if len(head) < HEAD_BYTES:
+        raise ProtocolError(f"gradients have a head of {len(head)} bytes, too few")
+    context_id, _, message_id, recorded_id, *counts, size = _HEAD.unpack_from(head)
+    return context_id, message_id, recorded_id, HEAD_BYTES + 8 * sum(counts) + size
 
 
 # Frames
 
 _SMALL_NUMEL = 1024
+
+
+def _frame(kind: Kind, name: PassName, control: bytes) -> list[Buffer]:
+    """Returns the pieces of a frame whose tensors stand in its control part."""
+    # Without ``encode_frame``: each hop of a pass comes here.
+    return [HEADER.pack(kind, name.mode.flags, 0, len(control), name.pass_id) + control]
 
 
 class Envelopes:
@@ -374,12 +330,10 @@ class Envelopes:
             if isinstance(message, Failed) and isinstance(message.error, BaseException):
                 is_strict = peer.registration.is_strict
                 message.error = pack_error(message.error, self._worker_name, is_plain=is_strict)
-            control = encode(name, message)
-            buffers += encode_frame(Kind.BACKWARD, name.mode.flags, name.pass_id, control)
+            buffers += _frame(Kind.BACKWARD, name, encode(name, message))
         return buffers
 
     def _seal_gradients(self, peer: Peer, name: PassName, message: Gradients) -> list[Buffer]:
-        flags = name.mode.flags
         gradients: list[Any] = []
         is_plain = True
         for gradient in message.gradients:
@@ -409,19 +363,19 @@ class Envelopes:
         if name.mode.create_graph:
             context = self._contexts.get_or_create(name.context_id, peer.id)
             recorded_id = context.record_send(tensors, peer.id, is_back)
-        front = encode_head(name, message, recorded_id, len(payload)) + payload
+        front = encode(name, message, recorded_id, payload)
         if inlined is None or (maps.is_any and tensors and maps.moves_host(is_back)):
             place = maps.back if is_back else maps.forward
             return self._tensor_messages.encode(
                 peer,
                 Kind.GRADIENTS,
-                flags,
+                name.mode.flags,
                 name.pass_id,
                 front,
                 tensors,
                 None if maps.is_identity else place,
             )
-        return encode_frame(Kind.GRADIENTS, flags, name.pass_id, front + inlined[0])
+        return _frame(Kind.GRADIENTS, name, front + inlined[0])
 
     def _is_back(self, name: PassName, message_id: int) -> bool:
         """Returns whether the gradients of a message are placed as tensors of an answer.
@@ -443,9 +397,9 @@ class Envelopes:
             WorkerLost: The sender was lost before its gradients could be fetched.
         """
         flags, control = frame.flags, frame.control
-        if frame.kind == Kind.BACKWARD:
-            return decode(frame.id, flags, control)
-        name, message, recorded_id, start, end = decode_head(frame.id, flags, control)
+        name, message, recorded_id, start, end = decode(frame.kind, frame.id, flags, control)
+        if not isinstance(message, Gradients):
+            return name, message
         if flags & TABLES:
             carried = self._tensor_messages.read(frame)
             self._tensor_messages.fetch(peer, carried)

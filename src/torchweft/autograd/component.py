@@ -1,9 +1,8 @@
 """Runs the graph behind live sends in torch's engine, once their gradients have arrived.
 
-``run_alone`` is for the usual and fastest case, a send that shares no node with another send.
 ``Component`` runs sends that share nodes, when all their gradients are there. ``GatedRun`` runs
-components that wait for themselves. The rules and their proofs are in
-``docs/protocols/autograd.md``.
+components that wait for themselves. The usual case, a send that shares no node with another, is
+``graph.run_alone``. The rules and their proofs are in ``docs/protocols/autograd.md``.
 
 The problem: in ``h = remote(b) + b`` the gradient of ``b`` is a sum. One part comes out of the
 graph of this worker, the other one in a message that is sent only after this worker has run the
@@ -31,7 +30,7 @@ import contextlib
 import threading
 from _thread import get_ident
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -49,55 +48,24 @@ from torchweft.autograd.contexts import (
     ReceiveRecord,
     SendRecord,
     Sink,
-    edges_at,
     hooks_at,
 )
 from torchweft.autograd.graph import (
+    ENGINE,
     Answer,
     End,
     Leaf,
     Reached,
-    Stop,
     answers_of,
     has_hooks,
     note_reached,
-    places_in,
     receives_behind,
+    run,
 )
 from torchweft.engine.protocol.backward import Progress
 from torchweft.engine.threads import device_streams
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.ids import WORKER_SHIFT
-
-# torch.autograd.grad checks shapes with torch.fx's symbolic shapes. Their first import takes 0.3 s,
-# and the check takes half the time of a small call. Here the shapes are known to be right.
-_engine: Any = torch.autograd.Variable._execution_engine
-
-
-def gradients_at(
-    inputs: Sequence[GradientEdge],
-    edges: Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
-    mode: PassMode,
-) -> Sequence[Tensor | None]:
-    """Runs a graph from edges with gradients to requested edges.
-
-    Args:
-        inputs: Edges whose gradients are wanted; nothing behind them runs.
-        edges: Edges at which the run starts.
-        gradients: The gradients there, of the right shapes.
-        mode: Whether the saved tensors of the nodes survive, and whether the run is recorded.
-
-    Returns:
-        A gradient for each of ``inputs``, or None if none arrives.
-    """
-    if not inputs or not edges:
-        return [None] * len(inputs)
-    retain, create = mode.retain_graph, mode.create_graph
-    captured: tuple[Tensor | None, ...] = _engine.run_backward(
-        tuple(edges), tuple(gradients), retain, create, tuple(inputs), True, accumulate_grad=False
-    )
-    return captured
 
 
 def accumulate(
@@ -112,7 +80,7 @@ def accumulate(
         gradients: The gradients there, of the right shapes.
         leaves: The leaves that get a gradient; all if empty.
     """
-    _engine.run_backward(tensors, gradients, False, False, leaves, True, accumulate_grad=True)
+    ENGINE.run_backward(tensors, gradients, False, False, leaves, True, accumulate_grad=True)
 
 
 OF_TORCH = "an operation of torch"
@@ -277,41 +245,6 @@ def put_last(gates: Iterable[tuple[int, Node]], others: Iterable[Any]) -> None:
 
 
 # Components
-
-
-def run(
-    reached: Reached,
-    edges: Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
-    mode: PassMode,
-    sink: Sink,
-) -> Sequence[Tensor | None]:
-    """Runs the graph behind sends once; gives the gradients of its leaves to ``sink``.
-
-    Args:
-        reached: What the sends reach.
-        edges: Edges at which the run starts.
-        gradients: The gradients there.
-        mode: How the pass is run.
-        sink: Takes the gradients of leaves.
-
-    Returns:
-        The gradients of received tensors, None if there is none.
-    """
-    leaves = reached.leaves
-    if reached.passed or Stop in map(type, leaves.values()):
-        targets, variables = places_in(reached)
-    else:
-        targets, variables = edges_at([*leaves, *reached.receives]), [*leaves.values()]
-    captured = gradients_at(targets, edges, gradients, mode)
-    count = len(variables)
-    if count:
-        pairs = []
-        for variable, gradient in zip(variables, captured, strict=False):
-            if gradient is not None:
-                pairs.append((variable, gradient))
-        sink(pairs, [*gradients, *captured[count:]])
-    return captured[count:]
 
 
 class Component:
@@ -544,71 +477,6 @@ def _nothing() -> None:
 def not_due(message_id: int) -> ProtocolError:
     """Returns the error for gradients that came before."""
     return ProtocolError(f"gradients of message {message_id} came without being due")
-
-
-def run_alone(
-    reached: Reached,
-    gradients: Sequence[Gradient],
-    ends: Mapping[Node, End],
-    sink: Sink,
-    mode: PassMode,
-) -> Collection[Answer]:
-    """Runs the graph behind a send that shares no node with another send.
-
-    Its nodes wait for nothing but its gradients. So one engine call does, or none at all where the
-    sent tensors are leaves.
-
-    Args:
-        reached: The send, and the leaves and receives that it reaches.
-        gradients: The gradients of the send.
-        ends: Where the graph ends, by node.
-        sink: Takes the gradients of leaves.
-        mode: How the pass is run.
-    """
-    (send,), leaves, receives, *_ = reached
-    edges = send.edges
-    given: list[Tensor] = []
-    for gradient in gradients:
-        if isinstance(gradient, Tensor):
-            given.append(gradient)
-    is_whole = len(given) == len(edges)
-    if not is_whole:
-        if any(gradient is UNDEFINED for gradient in gradients):
-            # The engine does not start at nodes without a gradient.
-            whole = Component(reached, ends, sink, mode)
-            whole.arrive(send.message_id, gradients)
-            return whole.advance(True, Progress())
-        both = zip(edges, gradients, strict=True)
-        edges = tuple([edge for edge, gradient in both if gradient is not None])
-    if not receives and len(leaves) <= len(edges) <= _FEW_LEAVES:
-        pairs = _pairs_at_leaves(leaves, edges, given)
-        if pairs is not None:
-            sink(pairs, given)
-            return ()
-    captured = run(reached, edges, given, mode, sink)
-    if not receives:
-        return ()
-    used = receives if is_whole else receives_behind(edges, ends, set())
-    return answers_of(receives, captured, mode.create_graph, used)
-
-
-_FEW_LEAVES = 8
-"""Up to so many sent leaves, a call of the engine takes longer than to look at each of them."""
-
-
-def _pairs_at_leaves(
-    leaves: Mapping[Node, Leaf], edges: Iterable[GradientEdge], gradients: Iterable[Tensor]
-) -> list[tuple[Tensor, Tensor]] | None:
-    """Returns the leaves at ``edges``; None if the engine has to convert or run something."""
-    pairs = []
-    for edge, gradient in zip(edges, gradients, strict=True):
-        leaf = leaves.get(edge.node)
-        if type(leaf) is Stop or leaf is None or has_hooks(leaf, edge.node):
-            return None
-        if leaf.dtype != gradient.dtype or leaf.shape != gradient.shape:
-            return None
-        pairs.append((leaf, gradient))
-    return pairs
 
 
 # In gates

@@ -67,31 +67,20 @@ def sum_of(first: Tensor, second: Tensor) -> Tensor:
     return first + second
 
 
-def is_private(gradient: Tensor) -> bool:
-    """Returns whether no other tensor shares the memory and in-place operations are allowed.
-
-    Returns False when in doubt: a needless copy is only slow.
-    """
-    if gradient.layout is torch.strided:
-        return _is_alone(gradient, _UNSHARED_USES)
-    if gradient.layout is torch.sparse_coo:
-        return _is_alone(gradient._values(), _UNSHARED_USES_OF_PART) and _is_alone(
-            gradient._indices(), _UNSHARED_USES_OF_PART
-        )
-    return False
-
-
 def owned(gradient: Tensor) -> Tensor:
-    """Returns a gradient in memory of its own; copies only the shared parts."""
+    """Returns a gradient in memory of its own; copies only the shared parts.
+
+    Copies when in doubt: a needless copy is only slow.
+    """
     if gradient.requires_grad:
         return gradient.clone()  # Its graph may have kept it.
     if gradient.layout is torch.strided:
         return gradient if _is_alone(gradient, _UNSHARED_USES) else gradient.clone()
-    if is_private(gradient):
-        return gradient
     if gradient.layout is torch.sparse_coo:
         values = gradient._values()
         if _is_alone(values, _UNSHARED_USES_OF_PART):
+            if _is_alone(gradient._indices(), _UNSHARED_USES_OF_PART):
+                return gradient
             # An embedding's gradient: its indices are the input, which the program may overwrite.
             return _with_own_indices(gradient, values)
     return gradient.clone()
@@ -482,6 +471,11 @@ def metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
 # Contexts
 
 
+def first_of(worker: int) -> Iterator[int]:
+    """Returns a counter of numbers that no other worker of the group gives. Thread-safe."""
+    return shared_count(scoped_id(worker, 1))
+
+
 class SentMessages:
     """The records of messages that one worker sent. Thread-safe.
 
@@ -492,7 +486,7 @@ class SentMessages:
 
     def __init__(self, worker: int, counter: Iterator[int] | None = None) -> None:
         self.worker = worker
-        self._counter = shared_count(1) if counter is None else counter
+        self._counter = first_of(worker) if counter is None else counter
         self._lock = threading.RLock()
         self._sends: dict[int, SendRecord] = {}
         self.send: Callable[[int], SendRecord | None] = self._sends.get
@@ -507,7 +501,7 @@ class SentMessages:
             is_back: Whether they are placed as those of an answer; see ``worker.peers``.
         """
         # Before the lock: no two threads get the same number.
-        message_id = scoped_id(self.worker, next(self._counter))
+        message_id = next(self._counter)
         metas, gates = metas_of(tensors), gates_of(tensors)
         retained = [tensor for tensor in tensors if tensor.retains_grad]
         record = SendRecord(message_id, to_worker, metas, gates, is_back, retained)
@@ -689,7 +683,7 @@ class Contexts:
         self._releasing: dict[int, Context] = {}
         """Contexts that are released here while not all other workers may have been told."""
         self._released = Tombstones(remembered)
-        self.message_counter = shared_count(1)
+        self.message_counter = first_of(worker)
         """Makes the numbers of messages."""
 
     def open(self) -> int:

@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchweft import knobs
 from torchweft.autograd.component import accumulate
-from torchweft.autograd.contexts import Gradients, Sink, is_private, sum_of
+from torchweft.autograd.contexts import Gradients, Sink, owned, sum_of
 from torchweft.autograd.graph import Reached
 from torchweft.engine.protocol.backward import Progress
 from torchweft.engine.threads.device_streams import Guard, new_guard
@@ -230,15 +230,8 @@ class Replica:
             if self._is_first_of_static_graph:
                 module.reducer._delay_all_reduce()
             module.reducer._check_reducer_finalized()
-            averages = {
-                parameter: parameter.grad
-                for parameter in module._module_parameters
-                if parameter.grad is not None
-            }
-        return {
-            parameter: average if is_private(average) else average.clone()
-            for parameter, average in averages.items()
-        }
+            averages = [(parameter, parameter.grad) for parameter in module._module_parameters]
+        return {key: owned(average) for key, average in averages if average is not None}
 
     def _graph_of(self, totals: Iterable[Tensor]) -> list[Tensor]:
         """Returns outputs in whose graph DDP finds parameters with gradients, if it looks."""

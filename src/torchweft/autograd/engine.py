@@ -13,20 +13,20 @@ from torch import Tensor
 
 from torchweft import knobs
 from torchweft.autograd import data_parallel, refusals
-from torchweft.autograd.codec import Envelopes, PassMode, decode, numbers_of_gradients
+from torchweft.autograd.codec import Envelopes, PassMode, decode, ids_in
 from torchweft.autograd.contexts import Contexts, Gradients, current_id, set_current_id
 from torchweft.autograd.graph import InputGradients, Roots
 from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.passes import LOST, LedPass, Passes, Unreachable
 from torchweft.engine.codec.reading import TRUSTING, Reader
-from torchweft.engine.protocol.entitlement import check_gradients, check_pass_message
+from torchweft.engine.protocol.backward import check_gradients, check_pass_message
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.reports import OpenWait, log_exception
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import Kind, decode_ints, decode_pass_span
+from torchweft.engine.worker import current as of_process
 from torchweft.engine.worker.agent import Agent, Slot
-from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.tensor_messages import TensorMessages
 from torchweft.ids import worker_of
@@ -190,11 +190,11 @@ class Engine:
             each.take_span((frame.id, context_id), context)
 
     def _check_message(self, peer: Peer, frame: Frame) -> None:
-        _, message = decode(frame.id, frame.flags, frame.control)
+        _, message, *_ = decode(frame.kind, frame.id, frame.flags, frame.control)
         check_pass_message(self._me, peer.id, frame.id, message)
 
     def _check_gradients(self, peer: Peer, frame: Frame) -> None:
-        context_id, message_id, recorded_id = numbers_of_gradients(frame.control)
+        context_id, message_id, recorded_id, _ = ids_in(frame.control)
         context = self.contexts.find(context_id)
         record = None if context is None else context.send(message_id)
         if record is None:
@@ -302,4 +302,4 @@ def current_engine() -> Engine:
     Raises:
         NotInitialized: This process is not a worker.
     """
-    return current().slots[ENGINE]
+    return (of_process.here or of_process.current()).slots[ENGINE]

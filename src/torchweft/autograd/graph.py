@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.arguments import kind_of
 from torchweft.autograd import hooks
+from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import (
     UNDEFINED,
     Context,
@@ -79,19 +80,6 @@ class Reached(NamedTuple):
     """Node outputs, of any component, that a pass goes through and whose gradients are wanted."""
     cuts: Collection[Node] = ()
     """Stops that the engine would run through unless prevented."""
-
-
-def places_in(reached: Reached) -> tuple[list[GradientEdge], list[Any]]:
-    """Returns the edges to places, leaves and receives whose gradients are wanted, and their keys.
-
-    The key of a leaf is the leaf. The key of a stop's output, or of a passed output, is its place.
-    Receives come last, without a key.
-    """
-    places, variables = [*reached.passed], list[Any](reached.passed)
-    for node, leaf in reached.leaves.items():
-        places += leaf.places if type(leaf) is Stop else [(node, 0)]
-        variables += leaf.places if type(leaf) is Stop else [leaf]
-    return [GradientEdge(*place) for place in places] + edges_at(reached.receives), variables
 
 
 class SentGraph:
@@ -323,6 +311,153 @@ def answers_of(
             answer = answers[receive.message_id] = (receive, [None] * len(receive.nodes))
         answer[1][receive.nodes.index(node)] = found
     return [*answers.values()]
+
+
+# Runs of torch's engine
+
+# torch.autograd.grad checks shapes with torch.fx's symbolic shapes. Their first import takes 0.3 s,
+# and the check takes half the time of a small call. Here the shapes are known to be right.
+ENGINE: Any = torch.autograd.Variable._execution_engine
+
+
+def gradients_at(
+    inputs: Sequence[GradientEdge],
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    mode: PassMode,
+) -> Sequence[Tensor | None]:
+    """Runs a graph from edges with gradients to requested edges.
+
+    Args:
+        inputs: Edges whose gradients are wanted; nothing behind them runs.
+        edges: Edges at which the run starts.
+        gradients: The gradients there, of the right shapes.
+        mode: Whether the saved tensors of the nodes survive, and whether the run is recorded.
+
+    Returns:
+        A gradient for each of ``inputs``, or None if none arrives.
+    """
+    if not inputs or not edges:
+        return [None] * len(inputs)
+    retain, create = mode.retain_graph, mode.create_graph
+    captured: tuple[Tensor | None, ...] = ENGINE.run_backward(
+        tuple(edges), tuple(gradients), retain, create, tuple(inputs), True, accumulate_grad=False
+    )
+    return captured
+
+
+def places_in(reached: Reached) -> tuple[list[GradientEdge], list[Any]]:
+    """Returns the edges to places, leaves and receives whose gradients are wanted, and their keys.
+
+    The key of a leaf is the leaf. The key of a stop's output, or of a passed output, is its place.
+    Receives come last, without a key.
+    """
+    places, variables = [*reached.passed], list[Any](reached.passed)
+    for node, leaf in reached.leaves.items():
+        places += leaf.places if type(leaf) is Stop else [(node, 0)]
+        variables += leaf.places if type(leaf) is Stop else [leaf]
+    return [GradientEdge(*place) for place in places] + edges_at(reached.receives), variables
+
+
+def run(
+    reached: Reached,
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    mode: PassMode,
+    sink: Sink,
+) -> Sequence[Tensor | None]:
+    """Runs the graph behind sends once; gives the gradients of its leaves to ``sink``.
+
+    Args:
+        reached: What the sends reach.
+        edges: Edges at which the run starts.
+        gradients: The gradients there.
+        mode: How the pass is run.
+        sink: Takes the gradients of leaves.
+
+    Returns:
+        The gradients of received tensors, None if there is none.
+    """
+    leaves = reached.leaves
+    if reached.passed or Stop in map(type, leaves.values()):
+        targets, variables = places_in(reached)
+    else:
+        targets, variables = edges_at([*leaves, *reached.receives]), [*leaves.values()]
+    captured = gradients_at(targets, edges, gradients, mode)
+    count = len(variables)
+    if count:
+        pairs = []
+        for variable, gradient in zip(variables, captured, strict=False):
+            if gradient is not None:
+                pairs.append((variable, gradient))
+        sink(pairs, [*gradients, *captured[count:]])
+    return captured[count:]
+
+
+def run_alone(
+    reached: Reached,
+    gradients: Sequence[Gradient],
+    ends: Mapping[Node, End],
+    sink: Sink,
+    mode: PassMode,
+) -> Collection[Answer] | None:
+    """Runs the graph behind a send that shares no node with another send.
+
+    Its nodes wait for nothing but its gradients. So one engine call does, or none at all where the
+    sent tensors are leaves.
+
+    Args:
+        reached: The send, and the leaves and receives that it reaches.
+        gradients: The gradients of the send.
+        ends: Where the graph ends, by node.
+        sink: Takes the gradients of leaves.
+        mode: How the pass is run.
+
+    Returns:
+        The answers; None if nothing was run, since the engine cannot start at nodes without a
+        gradient: see ``component.Component``.
+    """
+    (send,), leaves, receives, *_ = reached
+    edges = send.edges
+    given: list[Tensor] = []
+    for gradient in gradients:
+        if isinstance(gradient, Tensor):
+            given.append(gradient)
+    is_whole = len(given) == len(edges)
+    if not is_whole:
+        if any(gradient is UNDEFINED for gradient in gradients):
+            return None
+        both = zip(edges, gradients, strict=True)
+        edges = tuple([edge for edge, gradient in both if gradient is not None])
+    if not receives and len(leaves) <= len(edges) <= _FEW_LEAVES:
+        pairs = _pairs_at_leaves(leaves, edges, given)
+        if pairs is not None:
+            sink(pairs, given)
+            return ()
+    captured = run(reached, edges, given, mode, sink)
+    if not receives:
+        return ()
+    used = receives if is_whole else receives_behind(edges, ends, set())
+    return answers_of(receives, captured, mode.create_graph, used)
+
+
+_FEW_LEAVES = 8
+"""Up to so many sent leaves, a call of the engine takes longer than to look at each of them."""
+
+
+def _pairs_at_leaves(
+    leaves: Mapping[Node, Leaf], edges: Iterable[GradientEdge], gradients: Iterable[Tensor]
+) -> list[tuple[Tensor, Tensor]] | None:
+    """Returns the leaves at ``edges``; None if the engine has to convert or run something."""
+    pairs = []
+    for edge, gradient in zip(edges, gradients, strict=True):
+        leaf = leaves.get(edge.node)
+        if type(leaf) is Stop or leaf is None or has_hooks(leaf, edge.node):
+            return None
+        if leaf.dtype != gradient.dtype or leaf.shape != gradient.shape:
+            return None
+        pairs.append((leaf, gradient))
+    return pairs
 
 
 # Roots

@@ -35,7 +35,7 @@ from torch.autograd import graph
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from torchweft.autograd.contexts import Sink
+from torchweft.autograd.contexts import Sink, edges_behind, gates_of
 from torchweft.errors import AutogradError
 
 # Replacing functions of torch
@@ -125,7 +125,8 @@ def with_leaf_hooks(
     def add_and_call(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[object]) -> None:
         nodes = nodes_of_leaves()
         placed = [
-            (nodes.get(id(leaf)) or _accumulating(leaf), leaf, gradient) for leaf, gradient in pairs
+            (nodes.get(id(leaf)) or edges_behind(gates_of([leaf]))[0].node, leaf, gradient)
+            for leaf, gradient in pairs
         ]
         with torch.set_grad_enabled(create_graph):
             added = [(leaf, _after_prehooks(node, gradient)) for node, leaf, gradient in placed]
@@ -135,27 +136,6 @@ def with_leaf_hooks(
                     hook((), (gradient,))
 
     return add_and_call
-
-
-class _Use(torch.autograd.Function):
-    """Uses a tensor of any layout, without memory or work."""
-
-    @staticmethod
-    def forward(ctx: object, tensor: Tensor) -> Tensor:
-        return torch.empty(0)
-
-
-_use: Callable[[Tensor], Tensor] = _Use.apply
-
-
-def _accumulating(leaf: Tensor) -> Node:
-    """Returns the node that accumulates the gradient of a leaf, of any layout."""
-    with torch.enable_grad():
-        made = leaf.view_as(leaf) if leaf.layout is torch.strided else _use(leaf)
-    assert made.grad_fn is not None
-    node = made.grad_fn.next_functions[0][0]
-    assert node is not None
-    return node
 
 
 # Received tensors

@@ -25,7 +25,6 @@ from torchweft.autograd.component import (
     not_due,
     probed_by,
     probing,
-    run_alone,
 )
 from torchweft.autograd.contexts import (
     UNDEFINED,
@@ -49,6 +48,7 @@ from torchweft.autograd.graph import (
     SentGraph,
     note_reached,
     roots_of,
+    run_alone,
     writes_to_views,
 )
 from torchweft.autograd.outside import Ends, OutsideRecords
@@ -284,6 +284,10 @@ class LocalPass:
                 continue
             mode = self._mode_for(reached) if self._is_of_higher_order else self._mode
             answers = run_alone(reached, gradients, self._ends, self._sink, mode)
+            if answers is None:
+                whole = Component(reached, self._ends, self._sink, mode)
+                whole.arrive(message_id, gradients)
+                answers = whole.advance(True, Progress())
             progress.executed.append(message_id)
             if answers:
                 self._answer(answers)

@@ -19,9 +19,9 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from torchweft import knobs
-from torchweft.autograd.codec import CONTEXT_AT, Envelopes, PassMode, PassName, numbers_of_gradients
+from torchweft.autograd.codec import CONTEXT_BYTES, Envelopes, PassMode, PassName, ids_in
 from torchweft.autograd.component import OF_TORCH, PassEnded, operation_of
-from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Context, Contexts
+from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Context, Contexts, first_of
 from torchweft.autograd.data_parallel import AVERAGING
 from torchweft.autograd.graph import Roots
 from torchweft.autograd.local_pass import LocalPass, Outgoing
@@ -57,8 +57,7 @@ from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.calls import Spins, kinds_of
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import AutogradError, BackwardTimeout, NotInitialized, WorkerLost
-from torchweft.free_threading import shared_count
-from torchweft.ids import scoped_id, worker_of
+from torchweft.ids import worker_of
 
 LOST: Final = "lost"
 """Inbox item for a worker's loss. All others are frames, or this worker's own messages."""
@@ -107,8 +106,8 @@ class Passes:
         """Those that threads of this worker lead, by the number of the pass."""
         self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
-        self.numbers = shared_count(1)
-        """Makes the numbers of passes that this worker leads, without the worker."""
+        self.numbers = first_of(self.me)
+        """Makes the numbers of passes that this worker leads."""
 
     def all(self) -> list[PassPart]:
         """Returns all parts, also those that wait for the end of their context."""
@@ -116,8 +115,7 @@ class Passes:
 
     def on_message(self, peer: Peer, frame: Frame) -> None:
         """Takes a message of a pass."""
-        at = CONTEXT_AT[frame.kind]
-        key = (frame.id, int.from_bytes(frame.control[at : at + 8], "little"))
+        key = (frame.id, int.from_bytes(frame.control[:CONTEXT_BYTES], "little"))
         part = self.parts.get(key) or self._new_part(key, peer, frame)
         if part is None:
             self.envelopes.discard(peer, frame)
@@ -134,7 +132,7 @@ class Passes:
         pass_id, context_id = key
         driver = worker_of(pass_id)
         if frame.kind == Kind.GRADIENTS:
-            _, message_id, _ = numbers_of_gradients(frame.control)
+            _, message_id, *_ = ids_in(frame.control)
             context = self.contexts.find(context_id)
             is_inside = context is not None and context.send(message_id) is not None
             if not is_inside and self.outside.send(message_id) is None:
@@ -572,7 +570,7 @@ class LedPass(PassPart):
         """Gives the pass its number; from then on it gets messages."""
         passes, context_id = self._passes, self.key[1]
         with passes.lock:
-            number = self.pass_id = self.local.pass_id = scoped_id(passes.me, next(passes.numbers))
+            number = self.pass_id = self.local.pass_id = next(passes.numbers)
             oldest = number
             for other in passes.led.values():
                 if other.key[1] == context_id:

@@ -193,7 +193,7 @@ class Grammar:
         message = Gradients(self._message_id(), [], self._progress())
         recorded = self.chance.choice((0, 0, self._message_id()))
         payload, tensors = self._payload(values)
-        front = codec.encode_head(name, message, recorded, len(payload)) + payload
+        front = codec.encode(name, message, recorded, payload)
         flags = name.mode.flags
         return self._with_tensors(Kind.GRADIENTS, flags, name.pass_id, front, tensors)
 

@@ -118,7 +118,7 @@ class Others:
     def gradients_of(self, message_id: int, context_id: int, pass_id: int) -> bytes:
         """Returns gradients of such a result, in a pass and a context that may be made up."""
         name = PassName(context_id, pass_id, pass_id, PassMode(into_grad=True))
-        head = codec.encode_head(name, Gradients(message_id, (), None))
+        head = codec.encode(name, Gradients(message_id, (), None))
         return _frame(Kind.GRADIENTS, name.mode.flags, pass_id, head + self._inside[0])
 
     # Numbers
@@ -157,13 +157,15 @@ class Others:
         return _signed((worker << WORKER_SHIFT) | self._near(latest))
 
     def _latest(self, counter: Any) -> int:
-        """Returns the next number of a counter, which stays as it is."""
-        return int(counter.__reduce__()[1][0])
+        """Returns the next number of a counter, without the worker; the counter stays as it is."""
+        return int(counter.__reduce__()[1][0]) & ((1 << WORKER_SHIFT) - 1)
 
     def _pass(self) -> PassName:
         worker = self._worker()
         member = self._trio.honest if worker == HONEST else self._trio.victim
-        number = self._near(self._latest(member.worker.engine.passes.numbers)) & ((1 << 48) - 1)
+        number = self._near(self._latest(member.worker.engine.passes.numbers)) & (
+            (1 << WORKER_SHIFT) - 1
+        )
         pass_id = (worker << WORKER_SHIFT) | number
         oldest = _signed(pass_id + self.chance.choice((0, 0, 5, -pass_id - 1)))
         return PassName(self._context(), pass_id, oldest, self.chance.choice(_MODES))
@@ -208,7 +210,7 @@ class Others:
         recorded = 0 if self.chance.random() < 0.7 else self._message_id()
         message = Gradients(self._message_id(), (), progress)
         inside = self._inside[self._any(2)]
-        control = codec.encode_head(name, message, recorded, 0) + inside
+        control = codec.encode(name, message, recorded) + inside
         return _frame(Kind.GRADIENTS, name.mode.flags, name.pass_id, control)
 
     def _progress(self) -> Progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from torchweft.autograd.codec import PassMode, PassName, decode, decode_head, encode, encode_head
+from torchweft.autograd.codec import PassMode, PassName, decode, encode
 from torchweft.engine.protocol.backward import (
     Abort,
     Discover,
@@ -14,25 +14,26 @@ from torchweft.engine.protocol.backward import (
     Report,
     Settled,
 )
+from torchweft.engine.wire.messages import Kind
 from torchweft.errors import ProtocolError
 
 _PASS_ID = 9
 
 
 def _read_message(data: memoryview) -> None:
-    name, message = decode(_PASS_ID, 0, data)
+    name, message, *_ = decode(Kind.BACKWARD, _PASS_ID, 0, data)
     encoded = encode(name, message)
-    assert decode(_PASS_ID, 0, encoded) == (name, message)
+    assert decode(Kind.BACKWARD, _PASS_ID, 0, encoded)[:2] == (name, message)
     if isinstance(message, Failed):
         assert isinstance(message.error, bytes)
         assert len(message.error) <= len(data)
 
 
 def _read_head(data: memoryview) -> None:
-    name, gradients, recorded_id, start, end = decode_head(_PASS_ID, 0, data)
+    name, gradients, recorded_id, start, end = decode(Kind.GRADIENTS, _PASS_ID, 0, data)
     assert start <= end <= len(data)
-    head = encode_head(name, gradients, recorded_id, end - start)
-    assert head == data[:start], "something was made up"
+    head = encode(name, gradients, recorded_id, bytes(data[start:end]))
+    assert head == data[:end], "something was made up"
 
 
 def run(data: bytes) -> Exception | None:
@@ -57,9 +58,9 @@ def seeds() -> list[bytes]:
         Failed(3, "matmul", b"\x00error"),
         Abort(),
     )
-    heads = [encode_head(name, Gradients(8, [], told), 0, 7) for told in (None, progress)]
+    heads = [encode(name, Gradients(8, [], told), 0, b"payload") for told in (None, progress)]
     return [b"\0" + encode(name, message) for message in messages] + [
-        b"\1" + head + b"payload and tensors" for head in heads
+        b"\1" + head + b" and tensors" for head in heads
     ]
 
 

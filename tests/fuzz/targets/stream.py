@@ -7,6 +7,7 @@ payload that is a pickle stays unread: members may send pickles.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -85,8 +86,12 @@ def _read_reply(frame: Frame) -> None:
         _read_tensors(frame, start, end)
 
 
+def _read_pass(frame: Frame) -> tuple[Any, ...]:
+    return codec.decode(frame.kind, frame.id, frame.flags, frame.control)
+
+
 def _read_gradients(frame: Frame) -> None:
-    *_, start, end = codec.decode_head(frame.id, frame.flags, frame.control)
+    *_, start, end = _read_pass(frame)
     _read_tensors(frame, start, end)
 
 
@@ -98,7 +103,7 @@ _READERS: dict[int, Callable[[Frame], object]] = {
     Kind.REFERENCES: lambda frame: references.decode(frame.control),
     Kind.PULLED: lambda frame: decode_ints(frame.control),
     Kind.SUPPLY: lambda frame: decode_ints(frame.control),
-    Kind.BACKWARD: lambda frame: codec.decode(frame.id, frame.flags, frame.control),
+    Kind.BACKWARD: _read_pass,
     Kind.GRADIENTS: _read_gradients,
     Kind.RELEASE_CONTEXT: lambda frame: decode_ints(frame.control),
     Kind.SHUTDOWN: lambda frame: decode_step(frame.control),
@@ -161,7 +166,7 @@ def seeds() -> list[bytes]:
     reply = (3, 4, (handed,))
     name = codec.PassName(1, 7, 2, PassMode())
     gradients = Gradients(8, [], Progress([3], [4], [], [5]))
-    head = codec.encode_head(name, gradients, 0, len(simple)) + simple
+    head = codec.encode(name, gradients, 0, simple)
     by_tables = encode_tables(table, b"")
     front = encode_call(*call, payload)
     reply_front = encode_reply(*reply, b"\x80pickle")

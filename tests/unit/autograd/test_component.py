@@ -13,13 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.component import (
-    Start,
-    gradients_at,
-    probed_by,
-    put_last,
-)
+from torchweft.autograd.component import Start, probed_by, put_last
 from torchweft.autograd.contexts import edges_behind, gates_of, make_placeholders
+from torchweft.autograd.graph import gradients_at
 
 RETAINING = PassMode(retain_graph=True)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchweft.autograd import contexts
-from torchweft.autograd.contexts import Gradients, is_private
+from torchweft.autograd.contexts import Gradients, owned
 
 
 def sparse(*indices: int) -> Tensor:
@@ -95,9 +95,10 @@ def test_the_values_of_a_sparse_gradient_are_not_copied_without_need() -> None:
 def test_everything_is_copied_where_uses_cannot_be_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert is_private(torch.ones(2))
+    gradient = torch.ones(2)
+    assert owned(gradient) is gradient
     monkeypatch.setattr(contexts, "_storage_use_count", None)
-    assert not is_private(torch.ones(2))
+    assert owned(gradient) is not gradient
 
 
 def test_what_was_handed_out_does_not_change() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from torchweft.autograd import passes
-from torchweft.autograd.codec import CONTEXT_AT, PassMode
+from torchweft.autograd.codec import HEAD_BYTES, PassMode
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.data_parallel import AVERAGING
 from torchweft.autograd.local_pass import LocalPass
@@ -114,10 +114,8 @@ def passes_of_worker(tasks: list[Any], peer: Any = PEER) -> Passes:
 
 
 def message() -> Frame:
-    control = bytearray(40)
-    at = CONTEXT_AT[Kind.BACKWARD]
-    control[at : at + 8] = CONTEXT_ID.to_bytes(8, "little")
-    return Frame(Kind.BACKWARD, 0, PASS_ID, bytes(control), ())
+    control = CONTEXT_ID.to_bytes(8, "little") + bytes(HEAD_BYTES - 8)
+    return Frame(Kind.BACKWARD, 0, PASS_ID, control, ())
 
 
 def test_the_reader_of_a_connection_waits_for_no_thread_in_a_signal_handler() -> None:

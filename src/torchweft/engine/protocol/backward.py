@@ -17,12 +17,12 @@ Guarantees, assumptions and flows: ``docs/protocols/autograd.md``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torchweft.errors import AutogradError, BackwardLost, WorkerLost
-from torchweft.ids import worker_of
+from torchweft.errors import AutogradError, BackwardLost, ProtocolError, WorkerLost
+from torchweft.ids import WORKER_SHIFT, worker_of
 
 ROOTS = 0
 """Stands for the roots in place of a message number; no message has it."""
@@ -458,3 +458,74 @@ class Participant:
         self._carried = None
         others = sorted(self._partners - {self.worker, self.driver})
         return [*(Send(worker, Abort()) for worker in others), Close()]
+
+
+# What a worker may say about a pass to others; see ``protocol.entitlement``.
+
+
+def _from_leader(me: int, sender: int, leader: int, message: Discover | Settled) -> bool:
+    is_own = sender == leader != me
+    if isinstance(message, Discover):
+        return is_own and all(each >> WORKER_SHIFT == me for each in message.message_ids)
+    return is_own
+
+
+def _to_leader(me: int, sender: int, leader: int, message: Failed) -> bool:
+    return me == leader and (message.worker == sender or message.operation == CONNECTION)
+
+
+def _to_others(me: int, sender: int, leader: int, message: Abort) -> bool:
+    return me != leader
+
+
+def _between_partners(me: int, sender: int, leader: int, message: Report) -> bool:
+    return True
+
+
+PASS_RULES: dict[type, Callable[[int, int, int, Any], bool]] = {
+    Discover: _from_leader,
+    Settled: _from_leader,
+    Failed: _to_leader,
+    Report: _between_partners,
+    Abort: _to_others,
+}
+"""By type of message, whether the receiver, the sender, the leader and the message fit together. A
+part of a pass that this worker does not know has no effect, unless it is of the leader, or
+gradients of a message that this worker sent."""
+
+
+def check_pass_message(me: int, sender: int, pass_id: int, message: Message) -> None:
+    """Checks that ``sender`` may say to ``me`` what a message of a backward pass says.
+
+    Raises:
+        ProtocolError: It may not.
+    """
+    leader = pass_id >> WORKER_SHIFT
+    if not PASS_RULES[type(message)](me, sender, leader, message):
+        raise ProtocolError(
+            f"worker {sender} may not send {type(message).__name__} to worker {me} in pass "
+            f"{pass_id}, which worker {leader} leads"
+        )
+
+
+def check_gradients(
+    me: int, sender: int, message_id: int, recorded_id: int, to_worker: int | None
+) -> None:
+    """Checks that ``sender`` may send gradients of a message.
+
+    Args:
+        me: This worker, which must have sent the message.
+        sender: The sender of the gradients.
+        message_id: The message.
+        recorded_id: The number under which the sender has recorded the gradients, or 0.
+        to_worker: The receiver of the message; None if there is no record of it any more.
+
+    Raises:
+        ProtocolError: It may not.
+    """
+    is_own = message_id and message_id >> WORKER_SHIFT == me and to_worker in (None, sender)
+    if not is_own or (recorded_id and recorded_id >> WORKER_SHIFT != sender):
+        raise ProtocolError(
+            f"worker {sender} sends gradients of message {message_id}, which worker {me} did not "
+            "send to it"
+        )

@@ -1,11 +1,12 @@
 """What a member may say about others: one rule for each kind of message.
 
 Members share a secret, not their aims. A worker keeps most of its state by peer, and then a message
-can concern nothing but what it keeps for the sender. The rules below check messages that concern
-others: there, the sender must be the leader of the pass, the owner of the value, or whoever else
-``docs/security/members.md`` names, which has a row for each kind. ``worker.receiving`` checks this
-before the handler runs. A sender that is not entitled to its message is turned away by name, and no
-other member notices.
+can concern nothing but what it keeps for the sender. The rules check messages that concern others:
+there, the sender must be the leader of the pass, the owner of the value, or whoever else
+``docs/security/members.md`` names, which has a row for each kind. Those for backward passes and
+references are in ``protocol.backward`` and ``protocol.references``. ``worker.receiving`` checks
+this before the handler runs. A sender that is not entitled to its message is turned away by name,
+and no other member notices.
 
 Backward passes concern workers that do not know each other, so that nobody can check who takes
 part. Their numbers are therefore secrets: half of the number of a context is random, a pass is
@@ -15,17 +16,8 @@ found by its number and that of its context, and only those that take part are t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torchweft.engine.protocol.backward import (
-    CONNECTION,
-    Abort,
-    Discover,
-    Failed,
-    Report,
-    Settled,
-)
-from torchweft.engine.protocol.backward import Message as PassMessage
 from torchweft.engine.protocol.leaving import Step
 from torchweft.engine.protocol.registration import LEADER
 from torchweft.engine.wire.frames import Buffer
@@ -80,74 +72,3 @@ RULES: dict[Kind, Rule] = {
     Kind.GRADIENTS: Rule(has_records=True),
 }
 """By kind, what is checked. All others can concern only what the receiver keeps for the sender."""
-
-
-# Messages of backward passes
-
-
-def _from_leader(me: int, sender: int, leader: int, message: Discover | Settled) -> bool:
-    is_own = sender == leader != me
-    if isinstance(message, Discover):
-        return is_own and all(each >> WORKER_SHIFT == me for each in message.message_ids)
-    return is_own
-
-
-def _to_leader(me: int, sender: int, leader: int, message: Failed) -> bool:
-    return me == leader and (message.worker == sender or message.operation == CONNECTION)
-
-
-def _to_others(me: int, sender: int, leader: int, message: Abort) -> bool:
-    return me != leader
-
-
-def _between_partners(me: int, sender: int, leader: int, message: Report) -> bool:
-    return True
-
-
-PASS_RULES: dict[type, Callable[[int, int, int, Any], bool]] = {
-    Discover: _from_leader,
-    Settled: _from_leader,
-    Failed: _to_leader,
-    Report: _between_partners,
-    Abort: _to_others,
-}
-"""By type of message, whether the receiver, the sender, the leader and the message fit together. A
-part of a pass that this worker does not know has no effect, unless it is of the leader, or
-gradients of a message that this worker sent."""
-
-
-def check_pass_message(me: int, sender: int, pass_id: int, message: PassMessage) -> None:
-    """Checks that ``sender`` may say to ``me`` what a message of a backward pass says.
-
-    Raises:
-        ProtocolError: It may not.
-    """
-    leader = pass_id >> WORKER_SHIFT
-    if not PASS_RULES[type(message)](me, sender, leader, message):
-        raise ProtocolError(
-            f"worker {sender} may not send {type(message).__name__} to worker {me} in pass "
-            f"{pass_id}, which worker {leader} leads"
-        )
-
-
-def check_gradients(
-    me: int, sender: int, message_id: int, recorded_id: int, to_worker: int | None
-) -> None:
-    """Checks that ``sender`` may send gradients of a message.
-
-    Args:
-        me: This worker, which must have sent the message.
-        sender: The sender of the gradients.
-        message_id: The message.
-        recorded_id: The number under which the sender has recorded the gradients, or 0.
-        to_worker: The receiver of the message; None if there is no record of it any more.
-
-    Raises:
-        ProtocolError: It may not.
-    """
-    is_own = message_id and message_id >> WORKER_SHIFT == me and to_worker in (None, sender)
-    if not is_own or (recorded_id and recorded_id >> WORKER_SHIFT != sender):
-        raise ProtocolError(
-            f"worker {sender} sends gradients of message {message_id}, which worker {me} did not "
-            "send to it"
-        )

@@ -63,7 +63,7 @@ LENGTHS: dict[int, int] = {
     _POST: CALL_HEAD_BYTES,
     _REPLY: REPLY_HEAD_BYTES,
     _GRADIENTS: codec.HEAD_BYTES,
-    int(Kind.BACKWARD): codec.NAME_BYTES,
+    int(Kind.BACKWARD): codec.HEAD_BYTES,
 }
 """Bytes to keep of the control part, by the kind of message."""
 
@@ -99,11 +99,11 @@ def ids_in(kind: int, flags: int, head: bytes, control_bytes: int) -> Ids:
         control_bytes: Size of its control part.
     """
     if kind == _GRADIENTS and len(head) == codec.HEAD_BYTES:
-        context_id, message_id, before = codec.ids_in(head)
+        context_id, message_id, _, before = codec.ids_in(head)
         inline_bytes = 0 if flags & TABLES else max(control_bytes - before, 0)
         return Ids(context_id, message_id, NO_CREATION, inline_bytes)
-    if kind == Kind.BACKWARD and len(head) == codec.NAME_BYTES:
-        return Ids(codec.context_in(head))
+    if kind == Kind.BACKWARD and len(head) == codec.HEAD_BYTES:
+        return Ids(codec.ids_in(head)[0])
     if kind in (_CALL, _POST) and len(head) == CALL_HEAD_BYTES:
         found = sizes_of_call(head)
     elif kind == _REPLY and len(head) == REPLY_HEAD_BYTES:

@@ -16,13 +16,18 @@ from torchweft.engine.codec.registry import (
     remotely_callable_unless_strict,
 )
 from torchweft.engine.protocol import backward, references
-from torchweft.engine.protocol.backward import CONNECTION, Abort, Discover, Failed, Report, Settled
-from torchweft.engine.protocol.entitlement import (
+from torchweft.engine.protocol.backward import (
+    CONNECTION,
     PASS_RULES,
-    RULES,
+    Abort,
+    Discover,
+    Failed,
+    Report,
+    Settled,
     check_gradients,
     check_pass_message,
 )
+from torchweft.engine.protocol.entitlement import RULES
 from torchweft.engine.protocol.leaving import Step
 from torchweft.engine.protocol.references import (
     REFERENCE_RULES,

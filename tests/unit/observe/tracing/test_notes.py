@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchweft.autograd.codec import PassMode, PassName, encode, encode_head
+from torchweft.autograd.codec import PassMode, PassName, encode
 from torchweft.engine.io.link import Link
 from torchweft.engine.protocol.backward import Failed, Gradients, Progress
 from torchweft.engine.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
@@ -44,8 +44,7 @@ PORT = encode_call(1.0, -1, 0, 0, SECRET, b"", b"", (), SECRET, b"t" * 10)
 OUTSIDE = encode_call(1.0, -1, NO_GRAD, 0, b"m:f", b"", b"", (), SECRET)
 NAME = PassName(3, 5, 4, PassMode())
 
-GRADIENTS = encode_head(NAME, Gradients(8, (), Progress([1], [2])), 0, len(SECRET))
-GRADIENTS += SECRET + b"t" * 12
+GRADIENTS = encode(NAME, Gradients(8, (), Progress([1], [2])), 0, SECRET) + b"t" * 12
 
 CASES = [
     (CALL, Ids(3, 8, 9, 30)),
