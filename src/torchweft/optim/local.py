@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, MethodType
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
@@ -84,12 +83,20 @@ def call_method(optimizer: Optimizer, method: str, *args: Any) -> Any:
 
 def step_optimizer(optimizer: Optimizer) -> None:
     """Steps an optimizer once, with the gradients that its parameters have."""
-    if "step" not in vars(optimizer):  # Schedulers put their wrapper there.
-        plain = _plain_step(type(optimizer).step)
-        if plain is not None:
+    step: Any = type(optimizer).step
+    marked: Any = getattr(step, "__wrapped__", None)
+    is_known = _code_of(step) is _HOOKS and _code_of(marked) is _MARKED_STEP
+    # Schedulers put their wrapper into the object.
+    if not is_known or "step" in vars(optimizer) or _COMPILER in sys.modules:
+        optimizer.step()
+        return
+    plain, is_recorded = marked.__wrapped__, optimizer.defaults["differentiable"]
+    if _is_seen(optimizer):
+        in_mode = torch.set_grad_enabled(is_recorded)(plain)
+        Optimizer.profile_hook_step(in_mode)(optimizer)
+    else:
+        with torch.set_grad_enabled(is_recorded):
             plain(optimizer)
-            return
-    optimizer.step()
 
 
 def with_hooks(step: Callable[P, T]) -> Callable[P, T]:
@@ -128,35 +135,6 @@ def _unmarked(function: Any) -> Callable[..., Any] | None:
     return unmarked
 
 
-def _plain_step(step: Any) -> Callable[[Optimizer], object] | None:
-    """Returns a class's step without marks, but with its hooks and grad mode; None if unknown."""
-    if _COMPILER in sys.modules or _code_of(step) is not _HOOKS:
-        return None
-    marked = step.__wrapped__
-    if _code_of(marked) is not _MARKED_STEP:
-        return None
-    known = _plain_steps.get(step)
-    if known is None:
-        known = with_hooks(_in_its_mode(marked.__wrapped__))
-        _plain_steps[step] = known
-    return known
-
-
-def _in_its_mode(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a step to run with gradients enabled only if the optimizer is differentiable."""
-
-    @functools.wraps(step)
-    def in_mode(*args: Any, **kwargs: Any) -> Any:
-        before = torch.is_grad_enabled()
-        try:
-            torch.set_grad_enabled(args[0].defaults["differentiable"])
-            return step(*args, **kwargs)
-        finally:
-            torch.set_grad_enabled(before)
-
-    return in_mode
-
-
 def _code_of(function: object) -> object:
     return getattr(function, "__code__", None)
 
@@ -173,10 +151,6 @@ def _code_made_by(decorator: Any, names: str) -> object:
         return object()
     return code if set(code.co_names) <= set(names.split()) else object()
 
-
-_plain_steps: weakref.WeakKeyDictionary[Any, Callable[[Optimizer], object]] = (
-    weakref.WeakKeyDictionary()
-)
 
 _HOOKS = _code_of(Optimizer.profile_hook_step(lambda _: None))
 _MARK = _code_made_by(
