@@ -131,6 +131,23 @@ def _raise_unsupported(module: Any, name: str, alternative: str) -> NoReturn:
     )
 
 
+def _use(
+    module: RRef[nn.Module],
+    way: str,
+    device: str,
+    steps: tuple[Step, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a module on its owner, then the steps; reports and errors name ``forward``."""
+    args = (device, steps or None, *args)
+    try:
+        return use(module, way, owner.run, args, kwargs, UNSET_RPC_TIMEOUT, "forward")
+    except Exception as error:
+        shorten(error)
+        raise
+
+
 @has_callable_methods
 class Chain:
     """Calls a remote module, then functions on its result, in one call to its owner.
@@ -190,26 +207,17 @@ class Chain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with these arguments, then the steps; returns the result. Blocks."""
-        return self._use("sync", args, kwargs)
+        return _use(self._module, "sync", self._device, self._steps, args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Starts the chain and returns a future of its last result."""
-        future: Future[Any] = self._use("async", args, kwargs)
-        return future
+        found = _use(self._module, "async", self._device, self._steps, args, kwargs)
+        return found  # type: ignore[no-any-return]
 
     def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Starts the chain; returns a reference to its last result, which stays on the owner."""
-        reference: RRef[Any] = self._use("remote", args, kwargs)
-        return reference
-
-    def _use(self, way: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the owner; reports and errors name ``forward``."""
-        args = (self._device, self._steps or None, *args)
-        try:
-            return use(self._module, way, owner.run, args, kwargs, UNSET_RPC_TIMEOUT, "forward")
-        except Exception as error:
-            shorten(error)
-            raise
+        found = _use(self._module, "remote", self._device, self._steps, args, kwargs)
+        return found  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         names = "".join(
@@ -348,25 +356,21 @@ class RemoteModule(nn.Module):
             SerializationError: An argument or the result cannot be sent.
             Exception: The error of the module.
         """
-        try:
-            return self._chain(*args, **kwargs)
-        except Exception as error:
-            shorten(error)
-            raise
+        return _use(self.module_rref, "sync", self.device, (), args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Starts a call of the module on its owner and returns a future of its result.
 
         Arguments are those of ``forward``; the future's ``wait`` raises its errors.
         """
-        return self._chain.forward_async(*args, **kwargs)
+        return Chain(self.module_rref, self.device).forward_async(*args, **kwargs)
 
     def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Starts a call of the module; returns a reference to its result, which stays there.
 
         Arguments are those of ``forward``; the reference's ``to_here`` raises its errors.
         """
-        return self._chain.forward_remote(*args, **kwargs)
+        return Chain(self.module_rref, self.device).forward_remote(*args, **kwargs)
 
     def then(self, function: Callable[..., Any] | RRef[Any], /, *args: Any, **kwargs: Any) -> Chain:
         """Returns a chain: calls the module, then a function on the result, all on the owner.
@@ -383,11 +387,7 @@ class RemoteModule(nn.Module):
         Raises:
             ConfigurationError: ``function`` lives on another worker, or is not callable.
         """
-        return self._chain.then(function, *args, **kwargs)
-
-    @property
-    def _chain(self) -> Chain:
-        return Chain(self.module_rref, self.device)
+        return Chain(self.module_rref, self.device).then(function, *args, **kwargs)
 
     # The module itself
 
