@@ -398,6 +398,7 @@ class Component:
     def finish(self, progress: Progress) -> None:
         """Notes that everything has run."""
         self.is_finished = True
+        self.given = {each: [] for each in self.given}  # The part may stay until its context ends.
         progress.executed += [each for each in self._send_of if each in self._live]
 
     def waits_for_itself(self, place_of: Mapping[int, int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -247,6 +248,18 @@ def local_pass_with_two_sends() -> tuple[LocalPass, Context, Tensor, list[int]]:
     shared = weight * received
     message_ids = [context.record_send([shared * factor], 1) for factor in (1, 10)]
     return LocalPass(context), context, weight, message_ids
+
+
+def test_gradients_that_have_run_are_not_kept_until_the_context_ends() -> None:
+    local, _, _, message_ids = local_pass_with_two_sends()
+    kept = []
+    for message_id in message_ids:
+        gradient = torch.ones(2)
+        kept.append(weakref.ref(gradient))
+        local.arrive(message_id, [gradient])
+    del gradient
+    local.work()
+    assert [each() for each in kept] == [None, None]
 
 
 def test_shared_nodes_wait_for_all_their_sends() -> None:
