@@ -6,6 +6,7 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType
@@ -22,7 +23,7 @@ from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
 from torchweft.engine.codec.by_value import take_apart
 from torchweft.engine.codec.functions import name_of, resolve
-from torchweft.engine.codec.objects import Packed, pack, pack_by_name, pack_plain
+from torchweft.engine.codec.objects import Packed, pack, pack_plain
 from torchweft.engine.codec.tensors import (
     NO_MEMORY,
     NO_TENSORS,
@@ -155,6 +156,7 @@ ENCODED_RESULTS = frozenset(
     | {torch.Size, torch.dtype, torch.device, Tensor, Parameter, type(None)}
 )
 """Types of results that go without pickle where they can."""
+_TOGETHER = "a function in what another function captures goes by value in one pickle with it"
 _OWN = b"torchweft."
 """The beginning of the names of Weft's own functions."""
 
@@ -310,7 +312,8 @@ class Encoder:
             if payload is not None and all(map(is_dense, tensors)):
                 packed = Packed(payload, tensors, [])
             elif code:
-                packed = pack_by_name(sent, main_by_name=peer.main_by_name)
+                with suppress(SerializationError):
+                    packed = pack(sent, main_by_name=peer.main_by_name, not_by_value=_TOGETHER)
         if packed is None:
             code = b""
             packed = self._pack(peer, kind, flags, name, values, called)

@@ -24,23 +24,18 @@ import builtins
 import dis
 import functools
 import marshal
-import pickle
 import sys
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, NewType, ParamSpec, TypeVar
+from typing import Any, NamedTuple, NewType, ParamSpec
 from weakref import WeakKeyDictionary
-
-import cloudpickle
-from torch import Tensor
 
 from torchweft.engine.codec.functions import (
     MAIN_MODULES,
     is_registered_by_value,
     load_module,
-    name_of,
 )
 from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.errors import ProtocolError, SerializationError, WeftError
@@ -82,6 +77,9 @@ class Code:
         self.content = content
         self.is_slow = True
         self.loaded: Any = None
+
+    def __reduce__(self) -> Any:
+        return received, (self.content,)
 
 
 class _Known:
@@ -411,9 +409,6 @@ def bind(code: Code, values: tuple[Any, ...]) -> tuple[FunctionType, tuple[Any, 
     return function, values[count:]
 
 
-Reducers = Mapping[type, Callable[[Any], Any]]
-
-
 def make_function(code: Code, values: dict[str, Any]) -> FunctionType:
     """Makes a function in a pickle, without captured values: they may refer to the function."""
     return load(code).make(values)
@@ -427,12 +422,24 @@ def fill_function(function: FunctionType, state: tuple[Code, Any, dict[str, Any]
         vars(function).update(attributes)
 
 
-MARKERS: dict[tuple[str, str], Any] = {
-    ("torchweft", "make"): make_function,
-    ("torchweft", "fill"): fill_function,
-    ("torchweft", "code"): received,
-}
-"""The globals of a pickle in which functions go by value: short, and in the pickler's memo."""
+def reduce_function(function: FunctionType, globals_of: dict[int, dict[str, Any]]) -> Any:
+    """Reduces a function that goes by value; None if it can only travel whole.
+
+    Args:
+        function: The function.
+        globals_of: The globals of the functions in the same pickle, which go on sharing them, by
+            the identities of the originals.
+    """
+    compiler = _compiler_of(function)
+    if compiler is not None:
+        return compiler, (vars(function)["_torchdynamo_orig_callable"],)
+    parts = take_apart(function)
+    if parts is None:
+        return None
+    code, captured = parts
+    values = globals_of.setdefault(id(function.__globals__), {})
+    state = (code, tuple(captured), function.__dict__ or None)
+    return make_function, (code, values), state, None, None, fill_function
 
 
 # Objects beside functions and classes that a program defines, which pickle takes for globals of
@@ -475,7 +482,13 @@ def make_typed_dict(meta: Any, name: str, namespace: dict[str, Any], keys: dict[
     return made
 
 
-def _reduce_typed_dict(kind: Any) -> Any:
+def is_typed_dict(kind: type) -> bool:
+    """Tells whether a class is a ``TypedDict``."""
+    return type(kind).__name__ == _TYPED_DICT_META
+
+
+def reduce_typed_dict(kind: Any) -> Any:
+    """Reduces a ``TypedDict`` that has no name in a module."""
     names = "__module__", "__qualname__", "__doc__", "__annotations__"
     namespace = {name: getattr(kind, name) for name in names}
     keys = {name: getattr(kind, name) for name in _KEYS_OF_TYPED_DICT}
@@ -486,7 +499,7 @@ _KEYS_OF_TYPED_DICT = "__total__", "__required_keys__", "__optional_keys__"
 _TYPED_DICT_META = "_TypedDictMeta"
 """The name of its type, in ``typing`` and ``typing_extensions``."""
 
-_BY_VALUE: dict[type, Callable[[Any], Any]] = {
+REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(functools.lru_cache(int)): _reduce_cached,
     NewType: _reduce_new_type,
     functools.cached_property: _reduce_cached_property,
@@ -495,74 +508,7 @@ _BY_VALUE: dict[type, Callable[[Any], Any]] = {
         (ParamSpec, *filter(None, [getattr(typing, "TypeVarTuple", None)])), _reduce_by_name_alone
     ),
 }
-
-NAMED_TYPES = frozenset({*_BY_VALUE, TypeVar}) - {functools.cached_property, WeakKeyDictionary}
-"""Types whose objects pickle takes for globals of the module in their ``__module__``."""
-
-
-class NotByValue(pickle.PicklingError):
-    """A function would have to travel by value, and cannot."""
-
-
-class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles functions and classes by value where the receiver cannot import them.
-
-    Attributes:
-        tensors: The tensors taken out so far.
-        externals: The other objects taken out so far.
-        main_by_name: Whether the receiver runs the same main program.
-        take_out: Reduces anything but functions and classes; ``NotImplemented`` for most.
-        reducers: A program's own reducers, which are asked first.
-        not_by_value: Why functions cannot travel by value; empty where they can.
-    """
-
-    tensors: list[Tensor]
-    externals: list[object]
-    main_by_name: bool
-    take_out: Callable[[Any, Any], Any]
-    reducers: Reducers
-    not_by_value: str
-
-    def reducer_override(self, value: Any) -> Any:
-        own = self.reducers.get(type(value))
-        if own is not None:
-            return own(value)
-        if type(value) is Code:
-            return received, (value.content,)
-        if isinstance(value, (FunctionType, type)):
-            if type(value) is FunctionType and "<" in value.__qualname__:
-                return self._dynamic_function_reduce(value)  # As cloudpickle does, but at once.
-            if self.main_by_name and _is_in_main(value):
-                return NotImplemented
-            if type(value).__name__ == _TYPED_DICT_META and name_of(value, False) is None:
-                return _reduce_typed_dict(value)
-            return super().reducer_override(value)
-        reducer = _BY_VALUE.get(type(value))
-        if reducer is not None:
-            is_named = name_of(value, self.main_by_name) is not None
-            return NotImplemented if is_named else reducer(value)
-        reduced = self.take_out(self, value)
-        if reduced is NotImplemented and type(value) is ModuleType:
-            reduced = _reduce_part_of_module(value)
-        return super().reducer_override(value) if reduced is NotImplemented else reduced
-
-    def _dynamic_function_reduce(self, function: FunctionType) -> Any:
-        """Takes the place of cloudpickle's own method, which this class calls where it must."""
-        if self.not_by_value:
-            raise NotByValue(
-                f"{self.not_by_value}; put {function.__qualname__!r} into a module that both can "
-                "import"
-            )
-        compiler = _compiler_of(function)
-        if compiler is not None:
-            return compiler, (vars(function)["_torchdynamo_orig_callable"],)
-        parts = take_apart(function)
-        if parts is None:
-            return super()._dynamic_function_reduce(function)
-        code, captured = parts
-        values = self.globals_ref.setdefault(id(function.__globals__), {})
-        state = (code, tuple(captured), function.__dict__ or None)
-        return make_function, (code, values), state, None, None, fill_function
+"""Reducers for objects that have no name in a module, by type."""
 
 
 def _compiler_of(function: FunctionType) -> Any:
@@ -577,19 +523,10 @@ def _compiler_of(function: FunctionType) -> Any:
     return None
 
 
-def _reduce_part_of_module(module: ModuleType) -> Any:
+def reduce_module(module: ModuleType) -> Any:
     """Reduces a module that only its parent has, as extensions written in C make them."""
     parent, _, name = module.__name__.rpartition(".")
     home = sys.modules.get(parent)
     if module.__name__ in sys.modules or getattr(home, name, None) is not module:
         return NotImplemented
     return getattr, (home, name)
-
-
-def _is_in_main(value: Any) -> bool:
-    if value.__module__ not in MAIN_MODULES:
-        return False
-    found: object = sys.modules.get(value.__module__)
-    for part in value.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is value

@@ -236,7 +236,7 @@ class AllowList(_Restricted):
             constant = getattr(torch, path, None)
             if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
                 return constant
-        if module.partition(".")[0] == "cloudpickle" or (module, path) in by_value.MARKERS:
+        if module.partition(".")[0] == "cloudpickle" or module == by_value.__name__:
             self.bind()
         return self.resolve(text.encode())
 

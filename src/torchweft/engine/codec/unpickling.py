@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from torchweft.engine.codec import functions
-from torchweft.engine.codec.objects import EXTERNAL_MARKER, TENSOR_MARKER
+from torchweft.engine.codec.objects import taken_out
 from torchweft.errors import SerializationError
 
 
@@ -45,8 +45,7 @@ class AllowingUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, 
     ) -> None:
         super().__init__(io.BytesIO(payload))
         self._taken_out = {
-            TENSOR_MARKER: tensors.__getitem__,
-            EXTERNAL_MARKER: externals.__getitem__,
+            **taken_out(tensors, externals),
             (functions.__name__, functions.resolve.__name__): self._find_named,
         }
         self._find = find

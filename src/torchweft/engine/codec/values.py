@@ -58,7 +58,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Parameter
 
 from torchweft.engine.codec import functions
-from torchweft.engine.codec.reducers import is_reduced, reduce_tensor, reduce_torch, set_attributes
+from torchweft.engine.codec.reducers import reduce_tensor, reduce_torch, set_attributes
 from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.errors import ProtocolError, SerializationError, WeftError
@@ -352,7 +352,7 @@ class Encoder(ExactEncoder):
     def _add_made(self, value: Any) -> None:
         """Adds an object of Weft's own, of numpy, or a path as the call that rebuilds it."""
         kind = type(value)
-        reduced = reduce_torch(value) if is_reduced(kind) else None
+        reduced = reduce_torch(value)
         if _is_rebuilt(reduced):
             assert reduced is not None
             self._add_call(*reduced)

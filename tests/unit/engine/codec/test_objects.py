@@ -27,7 +27,7 @@ from tests.tables import cases
 from tests.thorough import examples
 from tests.unit.engine.codec import importable
 from tests.unit.engine.codec.trips import object_trip
-from torchweft.engine.codec import objects, reducers, values
+from torchweft.engine.codec import functions, objects, reducers, values
 from torchweft.engine.codec.objects import Packed, pack, register_external, unpack
 from torchweft.errors import ProtocolError, SerializationError, UnknownFunction
 
@@ -265,6 +265,7 @@ def main_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     )
     exec(source, vars(main))
     monkeypatch.setitem(sys.modules, "__main__", main)
+    functions._locate.cache_clear()  # It has the main module of the test before.
     return main
 
 
@@ -309,6 +310,7 @@ def test_a_spawned_process_sends_its_main_program_by_either_way(
 
 
 def test_a_module_registered_with_cloudpickle_goes_by_value() -> None:
+    functions._names.clear()  # A name that was found before stays.
     cloudpickle.register_pickle_by_value(importable)
     try:
         assert object_trip(importable.decorated) is not importable.decorated
@@ -375,7 +377,7 @@ def test_a_payload_with_too_few_tensors_or_references_is_refused(handle_type: ty
 
 
 def test_other_unpicklers_refuse_a_payload_with_tensors() -> None:
-    packed = pack([torch.ones(1)], main_by_name=True)
+    packed = pack(Batch(torch.ones(1)), main_by_name=True)
     with pytest.raises((ImportError, AttributeError, ProtocolError)):
         pickle.loads(packed.payload)
 
@@ -427,7 +429,7 @@ def test_what_cannot_be_packed_at_all_is_told_as_ever() -> None:
     assert NO not in str(caught.value)
 
 
-# The quick pickler
+# Objects of every kind
 
 
 class Reduced:
@@ -535,64 +537,30 @@ def many_kinds() -> dict[str, Any]:
     }
 
 
-def both(value: Any) -> tuple[Packed, Packed]:
-    """Packs a value by the quick pickler, and by the pickler that looks at each object."""
-    looking = objects._NamePickler(objects._LookingPickler)
-    return objects._pack_by_name(value, True), looking.pack(value)
-
-
-def same(left: Packed, right: Packed) -> None:
-    assert left.payload == right.payload
-    for one, other in ((left.tensors, right.tensors), (left.externals, right.externals)):
-        assert [(type(each), getattr(each, "shape", 0)) for each in one] == [
-            (type(each), getattr(each, "shape", 0)) for each in other
-        ]
+def picture(value: Any) -> Any:
+    """Returns the bytes and the tensors of a packed value, in a form that can be compared."""
+    packed = pack(value, main_by_name=True)
+    return packed.payload, [(type(each), tuple(each.shape)) for each in packed.tensors]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", many_kinds())
-def test_the_quick_pickler_packs_as_the_one_that_looks(kind: str) -> None:
-    value = many_kinds()[kind]
-    for _ in range(2):
-        quick, looking = both(value)
-        if kind != "scripted":  # The bytes of an archive differ each time.
-            same(quick, looking)
-        unpack(quick.payload, quick.tensors, [])
+def test_every_kind_of_object_arrives_and_packs_the_same_again(kind: str) -> None:
+    arrived = object_trip(many_kinds()[kind])
+    if kind not in ("scripted", "nested", "objects"):  # Their bytes differ each time.
+        assert picture(arrived) == picture(object_trip(arrived))
 
 
-def test_the_quick_pickler_is_used_where_both_run_the_same_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    used: list[object] = []
-    pack_quickly = objects._NamePickler.pack
-
-    def noted(pickler: Any, value: object) -> Packed:
-        if not isinstance(pickler.pickler, objects._LookingPickler):
-            used.append(value)
-        return pack_quickly(pickler, value)
-
-    monkeypatch.setattr(objects._NamePickler, "pack", noted)
-    pack((1,), main_by_name=True)
-    pack((lambda: 2,), main_by_name=False)  # Registers the main program with cloudpickle.
-    pack((3,), main_by_name=True)
-    cloudpickle.register_pickle_by_value(importable)
-    try:
-        pack((4,), main_by_name=True)
-    finally:
-        cloudpickle.unregister_pickle_by_value(importable)
-    assert used == [(1,), (3,)]
-
-
-def test_the_quick_pickler_takes_references_out_in_order(handle_type: type) -> None:
+def test_references_are_taken_out_in_order(handle_type: type) -> None:
     class Kind(handle_type):  # type: ignore[misc]
         pass
 
     first, second, tensor = handle_type(), Kind(), torch.ones(1)
-    for packed in both([first, {"x": [second, tensor]}, first, tensor]):
-        assert packed.externals == [first, second]
-        assert packed.tensors == [tensor]
-        arrived: Any = unpack(packed.payload, [tensor], ["a", "b"])
-        assert arrived == ["a", {"x": ["b", tensor]}, "a", tensor]
+    packed = pack([first, {"x": [second, tensor]}, first, tensor], main_by_name=True)
+    assert packed.externals == [first, second]
+    assert packed.tensors == [tensor]
+    arrived: Any = unpack(packed.payload, [tensor], ["a", "b"])
+    assert arrived == ["a", {"x": ["b", tensor]}, "a", tensor]
 
 
 def test_classes_that_become_references_later_are_taken_out(
@@ -601,10 +569,7 @@ def test_classes_that_become_references_later_are_taken_out(
     monkeypatch.setattr(objects, "_external_types", objects._external_types)
     pack([Reduced()], main_by_name=True)
     register_external(Reduced)
-    try:
-        assert len(pack([Reduced()], main_by_name=True).externals) == 1
-    finally:
-        objects._name_picklers.clear()
+    assert len(pack([Reduced()], main_by_name=True).externals) == 1
 
 
 @pytest.fixture
@@ -620,18 +585,15 @@ def reduced_to(text: str) -> Any:
     return lambda value: (str, (text,))
 
 
-@pytest.mark.parametrize("value", [Reduced(), WithMeta, torch.ones(1).as_subclass(OwnReduction)])
+@pytest.mark.parametrize("value", [Reduced(), torch.ones(1).as_subclass(OwnReduction)])
 def test_reducers_of_copyreg_count_from_their_registration_on(value: Any, own_table: Any) -> None:
-    def arrived() -> list[Any]:
-        return [unpack(each.payload, each.tensors, []) for each in both([value])]
-
-    before = arrived()
-    assert before[0] == before[1] != ["first"]
+    before = object_trip([value])
+    assert before != ["first"]
     for text in ("first", "second"):  # The second one replaces the first one.
         own_table[type(value)] = reduced_to(text)
-        assert arrived() == [[text]] * 2
+        assert object_trip([value]) == [text]
     del own_table[type(value)]
-    assert arrived() == before
+    assert object_trip([value]) == before
 
 
 def test_reducers_of_our_own_count_from_their_registration_on(
@@ -641,8 +603,7 @@ def test_reducers_of_our_own_count_from_their_registration_on(
     pack([Reduced()], main_by_name=True)
     for text in ("first", "second"):
         reducers.register_reducer(Reduced, reduced_to(text))
-        for packed in both([Reduced()]):
-            assert unpack(packed.payload, [], []) == [text]
+        assert object_trip([Reduced()]) == [text]
 
 
 class Failing:
@@ -650,20 +611,8 @@ class Failing:
         raise ValueError("not now")
 
 
-def test_an_error_in_the_middle_leaves_the_quick_pickler_as_it_was() -> None:
-    tensor = torch.ones(3)
-    good = [tensor, {"text": "x" * 100_000}, Batch(tensor)]
-    expected = pack(good, main_by_name=True)
-    for bad in (Failing(), lambda: 1, threading.Lock()):
-        with pytest.raises((ValueError, TypeError, AttributeError, pickle.PicklingError)):
-            objects._pack_by_name([torch.ones(2), "y" * 100_000, bad], True)
-        again = pack(good, main_by_name=True)
-        same(again, expected)
-        assert again.tensors[0] is tensor
-
-
 @frees_functions
-def test_the_quick_pickler_keeps_nothing_of_a_message(handle_type: type) -> None:
+def test_packing_keeps_nothing_of_a_message(handle_type: type) -> None:
     class Local:
         pass
 
@@ -681,7 +630,6 @@ def test_the_quick_pickler_keeps_nothing_of_a_message(handle_type: type) -> None
 
 
 def test_threads_pack_at_the_same_time() -> None:
-    objects._name_picklers.clear()
     barrier, wrong = threading.Barrier(8), list[object]()
 
     def work(number: int) -> None:
@@ -702,8 +650,6 @@ def test_threads_pack_at_the_same_time() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    # One for each thread, and one for each object that packed another meanwhile.
-    assert len(objects._name_picklers) <= 16
 
 
 class Slow:
