@@ -36,20 +36,20 @@ def frame(kind: int, flags: int, control: bytes) -> bytes:
 
 
 def pickled_call() -> bytes:
-    """Returns a call as a member makes it, which would create a set in the worker."""
-    payload = pack(({1, 2},), main_by_name=True).payload
+    """Returns a call as a member makes it, which would create an object in the worker."""
+    payload = pack((range(2),), main_by_name=True).payload
     name = f"{functions.__name__}:identity".encode()
     return frame(Kind.CALL, 0, encode_call(10.0, NO_CREATION, 0, 0, name, b"", b"", (), payload))
 
 
-def pickled_error() -> bytes:
+def error_reply() -> bytes:
     payload = pack_error(ValueError("no"), "stranger")
     return frame(Kind.REPLY, ERROR_REPLY, encode_reply(0, 0, (), payload))
 
 
 def attempts() -> list[bytes]:
     """Returns what strangers send: every kind of frame, pickles, false greetings, and mixtures."""
-    pickles = [pickled_call(), pickled_error(), pack({1, 2}, main_by_name=True).payload]
+    pickles = [pickled_call(), error_reply(), pack(range(2), main_by_name=True).payload]
     of_members = load("stream").seeds()
     of_strangers = [seed[1:] for seed in load("greeting").seeds() if seed[0] == 0]
     every_kind = [frame(kind, 0, b"\0" * 24) for kind in Kind]

@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import builtins
 import functools
-import pickle
 import types
 from collections.abc import Callable
-from io import BytesIO
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +40,7 @@ from torchweft.engine.codec.tracebacks import (
     with_lines_from_here,
 )
 from torchweft.engine.codec.values import limit_of_repetition
-from torchweft.errors import RemoteError, WeftError
+from torchweft.errors import ProtocolError, RemoteError, WeftError
 
 _CHAIN_LIMIT = 64
 """How many errors deep an error may be, by causes, contexts and members of groups."""
@@ -67,7 +65,7 @@ class ScriptError(torch.jit.Error, RuntimeError):
 
 
 class _Record(NamedTuple):
-    """One exception of a chain, made only of values that a bare unpickler may read."""
+    """One exception of a chain, made only of plain values."""
 
     type_name: str
     text: str
@@ -97,26 +95,17 @@ def pack_error(
             pickles.
     """
     try:
-        records = _Packer(worker, main_by_name, is_plain).pack(error)
-        return _dump((worker, [tuple(record) for record in records]), is_plain)
+        return _encoded(worker, _Packer(worker, main_by_name, is_plain).pack(error))
     except BaseException:
-        record = _bare_record(error, worker)
-        return _dump((worker, [tuple(record)]), is_plain)
+        return _encoded(worker, [_bare_record(error, worker)])
 
 
-def _dump(content: object, is_plain: bool) -> bytes:
-    return values.Encoder(True, ()).encode(content) if is_plain else pickle.dumps(content, 5)
-
-
-def _load(content: bytes | bytearray | memoryview) -> Any:
-    if len(content) and content[0] != values.PICKLE:
-        limit_bytes = limit_of_repetition(len(content), ())
-        return values.decode(content, (), (), _refuse_name, limit_bytes=limit_bytes)
-    return _PlainUnpickler(BytesIO(content)).load()
+def _encoded(worker: str, records: list[_Record]) -> bytes:
+    return values.Encoder(True, ()).encode((worker, [tuple(record) for record in records]))
 
 
 def _refuse_name(name: bytes) -> Any:
-    raise pickle.UnpicklingError(f"an error message names {name!r}")
+    raise ProtocolError(f"an error message names {name!r}")
 
 
 def unpack_error(
@@ -135,7 +124,8 @@ def unpack_error(
         unpack: Does the same as ``objects.unpack``.
     """
     try:
-        worker, rows = _load(content)
+        limit_bytes = limit_of_repetition(len(content), ())
+        worker, rows = values.decode(content, (), (), _refuse_name, limit_bytes=limit_bytes)
         if len(rows) > _ERRORS_LIMIT:
             raise ValueError(f"it has {len(rows)} parts, more than {_ERRORS_LIMIT}")
         records = [_Record(*row) for row in rows]
@@ -373,20 +363,13 @@ class _Rebuilder:
         return self._unpack(payload, with_flags(tensors, flags), ())
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, strings and containers only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"an error message names {module}.{name}")
-
-
 def _bare_record(error: BaseException, worker: str) -> _Record:
     """Returns the record of an exception that is made without its own code, except ``str``."""
     kind = type(error)
     return _Record(
         type_name=f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."),
         text=_text(error),
-        bases=tuple((base.__module__, base.__qualname__) for base in kind.__mro__[1:-1]),
+        bases=tuple((f"{base.__module__}", base.__qualname__) for base in kind.__mro__[1:-1]),
         is_error=isinstance(error, (Exception, *GROUPS)),
         name=None,
         kind=None,
@@ -457,9 +440,8 @@ def chain(error: BaseException) -> list[BaseException]:
 
 def _text(error: BaseException) -> str:
     try:
-        if isinstance(error, GROUPS):
-            return str(error.message)
-        return str(error)
+        text = str(error.message) if isinstance(error, GROUPS) else str(error)
+        return str.__str__(text)  # Without a subclass of the program.
     except BaseException as failure:
         return f"<its text cannot be made: {type(failure).__name__}>"
 

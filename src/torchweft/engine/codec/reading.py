@@ -531,12 +531,6 @@ class StrictNames(_Restricted):
         """Raises NotAllowed: a function would have to be made of code from another worker."""
         raise self._without_pickle()
 
-    def unpack_error(self, content: bytes | bytearray | memoryview) -> BaseException:
-        """Returns the error in a message, of the nearest type that is known; never unpickles."""
-        if len(content) and content[0] != values.PICKLE:
-            return super().unpack_error(content)
-        return self._without_pickle()
-
     def _without_pickle(self) -> NotAllowed:
         return NotAllowed(
             f"worker {self._worker!r} is strict and was sent a pickle, which it does not read; "

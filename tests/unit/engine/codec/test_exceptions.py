@@ -21,6 +21,7 @@ from tests.tables import cases
 from tests.thorough import examples
 from torchweft import errors
 from torchweft.engine.codec.exceptions import as_runtime_error, fresh_copy, pack_error, unpack_error
+from torchweft.engine.codec.objects import pack_plain
 from torchweft.engine.codec.tracebacks import PRINTS_NOTES, RemoteTraceback, places_of
 from torchweft.errors import CallTimeout, RemoteError, WeftError
 
@@ -470,11 +471,31 @@ def test_garbage_makes_a_remote_error(content: bytes) -> None:
     assert isinstance(unpack_error(content), WeftError)
 
 
-def test_a_pickle_that_names_a_class_is_not_run() -> None:
-    content = pickle.dumps(("w", [print]))
+def test_an_error_that_names_a_function_is_not_read() -> None:
+    content = pack_plain(("w", [print]), main_by_name=True).payload
     arrived = unpack_error(content)
     assert isinstance(arrived, RemoteError)
     assert "print" in str(arrived)
+    assert isinstance(unpack_error(pickle.dumps(("w", []))), RemoteError)
+
+
+class Text(str):
+    """A text of the program's own class."""
+
+
+class Told(ValueError):
+    def __str__(self) -> str:
+        return Text("wrong")
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_texts_of_the_programs_own_class_arrive(is_plain: bool) -> None:
+    error: Any = Told()
+    error.__notes__ = [Text("note")]
+    arrived: Any = unpack_error(pack_error(error, "w", is_plain=is_plain))
+    assert type(arrived) is Told
+    assert str(arrived) == "wrong"
+    assert arrived.__notes__[0] == "note"
 
 
 def both(error: BaseException) -> BaseException:
