@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -65,38 +66,32 @@ class FreeEncoder(Encoder):
     def __init__(self) -> None:
         super().__init__(True, (RRef,))
 
-    def _add_other(self, value: Any) -> None:
+    def _unfold(self, value: Any) -> tuple[Any, ...]:
         if isinstance(value, Made):
-            self._add_counted(tags.MADE, value.name.encode("utf-8", "surrogatepass"))
-            self._add(value.arguments)
-        elif isinstance(value, Named):
-            self._add_counted(tags.NAME, value.name)
-        elif isinstance(value, Attributed):
-            self._parts.append(bytes((tags.ATTRIBUTED,)))
-            self._add(value.value)
-            self._add(value.attributes)
-        elif isinstance(value, Ordered):
-            self._parts.append(tags.NUMBER.pack(tags.ORDERED, len(value.content)))
-            for each in (*value.content.items(), (value.attributes,)):
-                for part in each:
-                    self._add(part)
-        elif isinstance(value, Home):
-            self._parts.append(tags.HOME_VALUE.pack(tags.HOME, *value.address))
-        elif isinstance(value, Keys):
+            name = value.name.encode("utf-8", "surrogatepass")
+            return tags.NUMBER.pack(tags.MADE, len(name)) + name, value.arguments
+        if isinstance(value, Named):
+            return (tags.NUMBER.pack(tags.NAME, len(value.name)) + value.name,)
+        if isinstance(value, Attributed):
+            return bytes((tags.ATTRIBUTED,)), value.value, value.attributes
+        if isinstance(value, Ordered):
+            entries = itertools.chain.from_iterable(value.content.items())
+            head = tags.NUMBER.pack(tags.ORDERED, len(value.content))
+            return head, *entries, value.attributes
+        if isinstance(value, Home):
+            return (tags.HOME_VALUE.pack(tags.HOME, *value.address),)
+        if isinstance(value, Keys):
             if value.tag != tags.FROZENSET:
                 self._containers[id(value)] = len(self._containers)
                 self._kept.append(value)
-            self._parts.append(tags.NUMBER.pack(value.tag, len(value.keys)))
-            for key in value.keys:
-                self._add(key)
-                if value.tag == tags.DICTIONARY:
-                    self._add(None)
-        elif isinstance(value, Numbered):
-            self._parts.append(tags.NUMBER.pack(*value))
-        elif isinstance(value, Tensor):
-            self._add_outside(value, self.tensors, tags.TENSOR)
-        else:
-            super()._add_other(value)
+            each = (None,) if value.tag == tags.DICTIONARY else ()
+            parts = (part for key in value.keys for part in (key, *each))
+            return tags.NUMBER.pack(value.tag, len(value.keys)), *parts
+        if isinstance(value, Numbered):
+            return (tags.NUMBER.pack(*value),)
+        if isinstance(value, Tensor):
+            return self._outside(value, self.tensors, tags.TENSOR)
+        return super()._unfold(value)
 
 
 def pack_freely(value: Any) -> Packed:

@@ -668,12 +668,11 @@ class _Encoder(FreeEncoder):
         super().__init__()
         self._handed = handed
 
-    def _add_other(self, value: Any) -> None:
+    def _unfold(self, value: Any) -> tuple[Any, ...]:
         if isinstance(value, _Reference):
-            self._parts.append(tags.NUMBER.pack(tags.REFERENCE, len(self._handed)))
             self._handed.append(HandedReference(value.id, value.token))
-        else:
-            super()._add_other(value)
+            return (tags.NUMBER.pack(tags.REFERENCE, len(self._handed) - 1),)
+        return super()._unfold(value)
 
 
 @functools.lru_cache(maxsize=1)

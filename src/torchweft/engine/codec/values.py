@@ -124,10 +124,16 @@ TAKES = (
 
 _SIZE_LIMIT = 1 << 32
 _DENSE_ADVICE = "send its dense equivalent, as tensor.to_dense() or tensor.dequantize()"
-_FUNCTION_TYPES = (FunctionType, BuiltinFunctionType, type)
 _TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format, torch.device)
-_NAMED_TYPES = (FunctionType, BuiltinFunctionType, type, OpOverload, OpOverloadPacket)
 _SCRIPT_FUNCTION: Any = torch.jit.ScriptFunction
+_NAMED_TYPES = (
+    *(FunctionType, BuiltinFunctionType, type, OpOverload, OpOverloadPacket),
+    _SCRIPT_FUNCTION,
+)
+_CONTAINERS = frozenset({list, dict, set, OrderedDict})
+"""Types of objects that AGAIN can refer to."""
+_ONCE = frozenset({tuple, frozenset, str, bytes})
+"""Types of objects of which a larger one that comes twice is left to pickle."""
 
 
 class Beyond(Exception):
@@ -179,91 +185,19 @@ class ExactEncoder:
         return b"".join(self._parts)
 
     def _add(self, value: Any) -> None:
-        adder = _ADDERS.get(type(value))
-        if adder is None:
-            self._add_other(value)
+        kind = type(value)
+        if kind in _CONTAINERS and self._is_again(value):
             return
+        first, *others = self._unfold(value)
+        if kind in _ONCE and (others or len(first) > NUMBER.size + _REPEATED_BYTES):
+            self._check_first(value)
         self._depth += 1
         if self._depth > DEPTH_LIMIT:
             raise self._beyond("it is nested too deeply")
-        adder(self, value)
-        self._depth -= 1
-
-    def _add_constant(self, value: object) -> None:
-        self._parts.append(bytes((NONE if value is None else TRUE if value else FALSE,)))
-
-    def _add_integer(self, value: int) -> None:
-        if -_INT64_MAX <= value <= _INT64_MAX:
-            self._parts.append(INTEGER_VALUE.pack(INTEGER, value))
-        else:
-            self._add_unfolded(value)
-
-    def _add_float(self, value: float) -> None:
-        self._parts.append(FLOAT_VALUE.pack(FLOAT, value))
-
-    def _add_text(self, value: str) -> None:
-        data = value.encode("utf-8", "surrogatepass")
-        if len(data) > _REPEATED_BYTES:
-            self._check_first(value)
-        self._add_counted(TEXT, data)
-
-    def _add_bytes(self, value: bytes) -> None:
-        if len(value) > _REPEATED_BYTES:
-            self._check_first(value)
-        self._add_counted(BYTES, value)
-
-    def _add_counted(self, tag: int, data: bytes) -> None:
-        self._parts += (_counted(tag, len(data)), data)
-
-    def _add_tuple(self, value: tuple[Any, ...]) -> None:
-        if value:
-            self._check_first(value)
-        self._add_all(TUPLE, value)
-
-    def _add_list(self, value: list[Any]) -> None:
-        if not self._is_again(value):
-            self._add_all(LIST, value)
-
-    def _add_all(self, tag: int, values: Sequence[Any]) -> None:
-        self._parts.append(_counted(tag, len(values)))
-        for each in values:
-            self._add(each)
-
-    def _check_first(self, value: object) -> None:
-        """Raises Beyond for an object that came before and cannot be referred to."""
-        if id(value) in self._repeatable:
-            raise Beyond("a part of it comes twice")
-        self._repeatable.add(id(value))
-        self._kept.append(value)
-
-    def _add_dictionary(self, value: dict[Any, Any]) -> None:
-        if not self._is_again(value):
-            self._parts.append(_counted(DICTIONARY, len(value)))
-            for key, each in value.items():
-                self._add(key)
-                self._add(each)
-
-    def _add_container(self, value: Any) -> None:
-        if not self._is_again(value):
-            self._add_unfolded(value)
-
-    def _add_frozenset(self, value: frozenset[Any]) -> None:
-        if value:
-            self._check_first(value)
-        self._add_unfolded(value)
-
-    def _add_unfolded(self, value: Any) -> None:
-        first, *others = self._unfold(value)
-        self._kept.append(others)
         self._parts.append(first)
         for each in others:
             self._add(each)
-
-    def _unfold(self, value: Any) -> tuple[Any, ...]:
-        parts = unfold_exactly(value, self._main_by_name, self._home_of)
-        if parts is None:
-            raise Beyond(f"{type(value)} is left to pickle")
-        return parts
+        self._depth -= 1
 
     def _is_again(self, value: object) -> bool:
         """Whether a container came before; if so, writes AGAIN, otherwise records the container."""
@@ -275,21 +209,31 @@ class ExactEncoder:
         self._kept.append(value)
         return False
 
-    def _add_other(self, value: Any) -> None:
-        if type(value) is Tensor or type(value) is Parameter:
-            if value.__dict__:
-                raise Beyond("a tensor has attributes")
-            self._add_outside(value, self.tensors, TENSOR)
-        else:
-            self._add_unfolded(value)
+    def _check_first(self, value: object) -> None:
+        """Raises Beyond for an object that came before and cannot be referred to."""
+        if id(value) in self._repeatable:
+            raise Beyond("a part of it comes twice")
+        self._repeatable.add(id(value))
+        self._kept.append(value)
 
-    def _add_outside(self, value: Any, outside: list[Any], tag: int) -> None:
+    def _unfold(self, value: Any) -> tuple[Any, ...]:
+        """Returns the parts of a value: its first bytes, and the values that follow."""
+        if type(value) is Tensor or type(value) is Parameter:
+            parts = None if value.__dict__ else self._outside(value, self.tensors, TENSOR)
+        else:
+            parts = unfold_exactly(value, self._main_by_name, self._home_of)
+        if parts is None:
+            raise Beyond(f"{type(value)} is left to pickle")
+        return parts
+
+    def _outside(self, value: Any, outside: list[Any], tag: int) -> tuple[Any, ...]:
+        """Puts an object outside of the payload, once, and returns its parts."""
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(outside)
             outside.append(value)
             self._kept.append(value)
-        self._parts.append(NUMBER.pack(tag, number))
+        return (NUMBER.pack(tag, number),)
 
 
 class Encoder(ExactEncoder):
@@ -315,64 +259,38 @@ class Encoder(ExactEncoder):
         """Takes every object again and again: there is no other way for it to travel."""
 
     def _unfold(self, value: Any) -> tuple[Any, ...]:
-        return _UNFOLDERS[type(value)](value)
-
-    def _add_other(self, value: Any) -> None:
+        unfolder = _UNFOLDERS.get(type(value))
+        if unfolder is not None:
+            return unfolder(value)
         if isinstance(value, Tensor):
-            self._add_tensor(value)
-        elif isinstance(value, self._external_types):
-            self._add_outside(value, self.externals, REFERENCE)
-        elif isinstance(value, (*_NAMED_TYPES, _SCRIPT_FUNCTION)):
-            name = functions.name_of(value, self._main_by_name)
-            if name is None:
-                raise SerializationError(
-                    f"{functions.describe(value)} would have to travel by value, and the receiver "
-                    "is strict: define it at the top level of a module that both can import"
-                )
-            self._add_counted(NAME, name)
-        else:
-            self._add_made(value)
+            return self._unfold_tensor(value)
+        if isinstance(value, self._external_types):
+            return self._outside(value, self.externals, REFERENCE)
+        if not isinstance(value, _NAMED_TYPES):
+            return _unfold_made(value)
+        name = functions.name_of(value, self._main_by_name)
+        if name is None:
+            raise SerializationError(
+                f"{functions.describe(value)} would have to travel by value, and the receiver "
+                "is strict: define it at the top level of a module that both can import"
+            )
+        return _unfold_bytes(name, NAME)
 
-    def _add_tensor(self, tensor: Tensor) -> None:
+    def _unfold_tensor(self, tensor: Tensor) -> tuple[Any, ...]:
         reduced = reduce_tensor(tensor)
         if reduced is NotImplemented or (reduced is not None and not _is_rebuilt(reduced)):
             advice = "send tensor.as_subclass(torch.Tensor)"
             raise _refusal(tensor, advice if reduced is NotImplemented else _DENSE_ADVICE)
         attributes = vars(tensor)
         check_attributes(Tensor, attributes)
-        if attributes:
-            self._parts.append(bytes((ATTRIBUTED,)))
         if reduced is None:
-            self._add_outside(tensor, self.tensors, TENSOR)
+            parts = self._outside(tensor, self.tensors, TENSOR)
         else:
-            self._add_call(*reduced[:2])
-        if attributes:
-            self._add(dict(attributes))
-
-    def _add_made(self, value: Any) -> None:
-        """Adds an object of Weft's own, of numpy, or a path as the call that rebuilds it."""
-        kind = type(value)
-        reduced = reduce_torch(value)
-        if _is_rebuilt(reduced):
-            assert reduced is not None
-            self._add_call(*reduced)
-            return
-        if rebuilds_plain.has(_name(kind)):
-            self._add_call(kind, tuple(getattr(value, each) for each in kind.__match_args__))
-            return
-        if kind.__module__.startswith("torchweft.") or isinstance(value, WeftError):
-            reduced = value.__reduce__()
-            if isinstance(value, WeftError):
-                reduced = reduced[:2]  # Notes and attributes of the program are left out.
-            if _is_rebuilt(reduced):
-                self._add_call(*reduced)
-                return
-        raise _refusal(value, "send its parts, for instance as a dict")
-
-    def _add_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        self._kept.append(arguments)
-        self._add_counted(MADE, _name(function).encode("utf-8", "surrogatepass"))
-        self._add(arguments)
+            parts = _unfold_call(*reduced[:2])
+        if not attributes:
+            return parts
+        first, *others = parts
+        return bytes((ATTRIBUTED,)) + first, *others, dict(attributes)
 
 
 def _counted(tag: int, count: int) -> bytes:
@@ -405,38 +323,71 @@ def _refusal(value: object, advice: str) -> SerializationError:
     )
 
 
-# Values of other kinds are written as their parts: bytes, and values that follow. Both twins do so.
+# A value is written as its parts: bytes, and values that follow.
+
+
+def _unfold_made(value: Any) -> tuple[Any, ...]:
+    """Unfolds an object of Weft's own, of numpy, or a path as the call that rebuilds it."""
+    kind = type(value)
+    reduced = reduce_torch(value)
+    if reduced is not None and _is_rebuilt(reduced):
+        return _unfold_call(*reduced)
+    if rebuilds_plain.has(_name(kind)):
+        return _unfold_call(kind, tuple(getattr(value, each) for each in kind.__match_args__))
+    if kind.__module__.startswith("torchweft.") or isinstance(value, WeftError):
+        reduced = value.__reduce__()
+        if isinstance(value, WeftError):
+            reduced = reduced[:2]  # Notes and attributes of the program are left out.
+        if _is_rebuilt(reduced):
+            return _unfold_call(*reduced)
+    raise _refusal(value, "send its parts, for instance as a dict")
+
+
+def _unfold_call(function: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return _unfold_bytes(_name(function).encode("utf-8", "surrogatepass"), MADE)[0], arguments
+
+
+def _unfold_bytes(value: bytes, tag: int = BYTES) -> tuple[Any, ...]:
+    return (_counted(tag, len(value)) + value,)
 
 
 def _unfold_integer(value: int) -> tuple[Any, ...]:
+    if -_INT64_MAX <= value <= _INT64_MAX:
+        return (INTEGER_VALUE.pack(INTEGER, value),)
     size = value.bit_length() // 8 + 1
-    return (_counted(BIG_INTEGER, size) + value.to_bytes(size, "little", signed=True),)
+    return _unfold_bytes(value.to_bytes(size, "little", signed=True), BIG_INTEGER)
 
 
 def _unfold_complex(value: complex) -> tuple[Any, ...]:
     return (COMPLEX_VALUE.pack(COMPLEX, value.real, value.imag),)
 
 
+def _unfold_dictionary(value: dict[Any, Any], tag: int = DICTIONARY) -> tuple[Any, ...]:
+    return (_counted(tag, len(value)), *itertools.chain.from_iterable(value.items()))
+
+
 def _unfold_ordered(value: OrderedDict[Any, Any]) -> tuple[Any, ...]:
     attributes = vars(value)
     check_attributes(OrderedDict, attributes)
-    entries = itertools.chain.from_iterable(value.items())
-    return (_counted(ORDERED, len(value)), *entries, dict(attributes))
-
-
-def _unfold_torch(value: object) -> tuple[Any, ...]:
-    name = str(value).encode()
-    return (_counted(TORCH, len(name)) + name,)
+    return (*_unfold_dictionary(value, ORDERED), dict(attributes))
 
 
 _UNFOLDERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    type(None): lambda value: (bytes((NONE,)),),
+    bool: lambda value: (bytes((TRUE if value else FALSE,)),),
     int: _unfold_integer,
+    float: lambda value: (FLOAT_VALUE.pack(FLOAT, value),),
     complex: _unfold_complex,
+    str: lambda value: _unfold_bytes(value.encode("utf-8", "surrogatepass"), TEXT),
+    bytes: _unfold_bytes,
+    tuple: lambda value: (_counted(TUPLE, len(value)), *value),
+    list: lambda value: (_counted(LIST, len(value)), *value),
     set: lambda value: (_counted(SET, len(value)), *value),
     frozenset: lambda value: (_counted(FROZENSET, len(value)), *value),
+    dict: _unfold_dictionary,
     OrderedDict: _unfold_ordered,
     torch.Size: lambda value: (bytes((SIZE,)), tuple(value)),
-    **dict.fromkeys(_TORCH_TYPES, _unfold_torch),
+    **dict.fromkeys(_TORCH_TYPES, lambda value: _unfold_bytes(str(value).encode(), TORCH)),
 }
 
 
@@ -450,29 +401,11 @@ def unfold_exactly(
             return unfolder(value)
         except ProtocolError:
             return None
-    if isinstance(value, _FUNCTION_TYPES):
+    if isinstance(value, _NAMED_TYPES):
         name = functions.name_of(value, main_by_name)
-        return None if name is None else (_counted(NAME, len(name)) + name,)
+        return None if name is None else _unfold_bytes(name, NAME)
     home = home_of(value)
     return None if home is None else (HOME_VALUE.pack(HOME, *home),)
-
-
-_ADDERS: dict[type, Callable[[ExactEncoder, Any], None]] = {
-    type(None): ExactEncoder._add_constant,
-    bool: ExactEncoder._add_constant,
-    int: ExactEncoder._add_integer,
-    float: ExactEncoder._add_float,
-    str: ExactEncoder._add_text,
-    bytes: ExactEncoder._add_bytes,
-    tuple: ExactEncoder._add_tuple,
-    list: ExactEncoder._add_list,
-    dict: ExactEncoder._add_dictionary,
-    set: ExactEncoder._add_container,
-    OrderedDict: ExactEncoder._add_container,
-    frozenset: ExactEncoder._add_frozenset,
-    complex: ExactEncoder._add_unfolded,
-    **dict.fromkeys((torch.Size, *_TORCH_TYPES), ExactEncoder._add_unfolded),
-}
 
 
 def encode(
@@ -564,54 +497,6 @@ def too_large(limit_bytes: int) -> SerializationError:
     )
 
 
-class KeyTimes:
-    """Bounds the processor time that the keys of one message take.
-
-    Args:
-        size_bytes: The bytes of the message.
-    """
-
-    __slots__ = ("_left_s",)
-
-    def __init__(self, size_bytes: int) -> None:
-        self._left_s = _KEYS_FLOOR_S + size_bytes * _KEY_BYTE_S
-
-    def add(
-        self,
-        keys: Sequence[object],
-        add: Callable[[int, int], object],
-        has: Callable[[object], object],
-    ) -> None:
-        """Adds keys to a set or dict, some at once.
-
-        Args:
-            keys: The keys.
-            add: Adds those from one place to another.
-            has: Looks a key up in the set or dict.
-
-        Raises:
-            SerializationError: The keys collide, and have taken too long.
-        """
-        if len(keys) <= KEYS_AT_ONCE:
-            add(0, len(keys))
-            return
-        for start in range(0, len(keys), KEYS_AT_ONCE):
-            end = min(start + KEYS_AT_ONCE, len(keys))
-            began_s = thread_time()
-            add(start, end)
-            took_s = thread_time() - began_s
-            if took_s > _USUAL_KEY_S * KEYS_AT_ONCE:
-                began_s = thread_time()
-                for key in keys[start:end]:
-                    has(key)
-                self._left_s -= min(took_s, thread_time() - began_s)
-                if self._left_s < 0:
-                    raise SerializationError(
-                        f"the keys of a set or dict of {len(keys)} collide: their hashes are equal "
-                        "or lead to the same places; send them as a list, or as texts"
-                    )
-
-
 _TORCH_NAMES: dict[str, Any] = {
     str(value): value
     for value in vars(torch).values()
@@ -695,7 +580,7 @@ class _Decoder:
         self._sizes: list[int] = []
         self._folded_bytes = 0
         self._depth = 0
-        self._times = KeyTimes(len(data))
+        self._keys_left_s = _KEYS_FLOOR_S + len(data) * _KEY_BYTE_S
         self.position = 0
 
     @property
@@ -762,8 +647,27 @@ class _Decoder:
         self._end(number)
         return made
 
-    def _with_keys(self, made: set[Any], keys: list[Any]) -> set[Any]:
-        self._times.add(keys, lambda start, end: made.update(keys[start:end]), made.__contains__)
+    def _with_keys(self, made: Any, keys: list[Any], entries: Sequence[Any] = ()) -> Any:
+        """Adds keys to a set, or entries to a dict, some at once.
+
+        Raises:
+            SerializationError: The keys collide, and have taken too long.
+        """
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            some = slice(start, start + KEYS_AT_ONCE)
+            began_s = thread_time()
+            made.update((entries or keys)[some])
+            took_s = thread_time() - began_s
+            if took_s > _USUAL_KEY_S * KEYS_AT_ONCE:
+                began_s = thread_time()
+                for key in keys[some]:
+                    made.__contains__(key)
+                self._keys_left_s -= min(took_s, thread_time() - began_s)
+                if self._keys_left_s < 0:
+                    raise SerializationError(
+                        f"the keys of a set or dict of {len(keys)} collide: their hashes are equal "
+                        "or lead to the same places; send them as a list, or as texts"
+                    )
         return made
 
     def _dictionary(self) -> dict[Any, Any]:
@@ -771,15 +675,8 @@ class _Decoder:
 
     def _fill(self, made: dict[Any, Any]) -> dict[Any, Any]:
         number = self._begin(made)
-        keys, values = [], []
-        for _ in range(self._number()):
-            keys.append(self.read())
-            values.append(self.read())
-        self._times.add(
-            keys,
-            lambda start, end: made.update(zip(keys[start:end], values[start:end], strict=True)),
-            made.__contains__,
-        )
+        entries = [(self.read(), self.read()) for _ in range(self._number())]
+        self._with_keys(made, [key for key, _ in entries], entries)
         self._end(number)
         return made
 
