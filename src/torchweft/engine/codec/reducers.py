@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import io
-import math
 import pathlib
 import sys
 import types
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchweft.engine.codec.functions import name_of, resolve
 from torchweft.engine.codec.registry import loads_script, rebuilds_pickled, rebuilds_plain
-from torchweft.engine.codec.tensors import INT64_LIMIT, is_dense
+from torchweft.engine.codec.tensors import is_dense
 from torchweft.errors import AutogradError, ProtocolError, SerializationError
 
 Reduced = tuple[Any, ...]
@@ -86,6 +85,8 @@ def reduce_torch(value: object) -> Reduced | None:
         return reducer(value)
     if isinstance(value, torch.jit.ScriptModule):
         return _load_script, (_script_bytes(value),)
+    if isinstance(value, np.dtype) and _is_plain(value):
+        return _dtype_named, (value.str,)
     return None
 
 
@@ -228,29 +229,10 @@ def _sparse_coo(
         values.detach() if is_coalesced else values,
         shape,
         is_coalesced=is_coalesced,
-        check_invariants=not (is_coalesced and _are_coalesced(indices, shape)),
+        check_invariants=True,
         device=values.device,
     )
     return _with_values(made, values) if is_coalesced else made
-
-
-def _are_coalesced(indices: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether coordinates are surely within a shape, and in order without repetition.
-
-    Takes a tenth of the time of torch's check, whose errors are better.
-    """
-    if indices.dtype is not torch.int64 or not indices.is_cpu or indices.dim() != 2:
-        return False
-    rows = indices.numpy()
-    sizes = shape[: len(rows)]
-    if not rows.size or len(sizes) < len(rows) or math.prod(sizes) >= INT64_LIMIT:
-        return False
-    if rows.min() < 0 or (rows.max(1) >= sizes).any():
-        return False
-    places = rows[0]
-    for row, size in zip(rows[1:], sizes[1:], strict=True):
-        places = places * size + row
-    return bool((places[1:] > places[:-1]).all())
 
 
 @rebuilds_pickled
@@ -443,21 +425,6 @@ def _untyped_storage(content: Tensor) -> torch.UntypedStorage:
     return content.untyped_storage()
 
 
-def _reduce_typed_storage(storage: Any) -> Reduced:
-    return _typed_storage, (storage._untyped_storage, storage.dtype)
-
-
-@rebuilds_pickled
-def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    kind: Any = torch.TypedStorage
-    made: torch.TypedStorage = kind(wrap_storage=untyped, dtype=dtype, _internal=True)
-    return made
-
-
-def _reduce_memory_format(value: object) -> Reduced:
-    return resolve, (f"torch:{str(value).removeprefix('torch.')}".encode(),)
-
-
 def _reduce_operator(operator: Any) -> Reduced | None:
     name = name_of(operator, main_by_name=True)
     return None if name is None else (resolve, (name,))
@@ -516,102 +483,89 @@ def _reduce_number_info(info: Any) -> Reduced:
 _AS_TENSOR_FROM_BYTES = 16 * 1024
 """A larger array travels as a tensor: a channel moves its memory, and no pickle holds it."""
 
-_NUMERIC = frozenset("?bBhHiIlLqQefdFD")
+
+def _is_plain(kind: np.dtype[Any]) -> bool:
+    return not (kind.hasobject or kind.names or kind.metadata) and kind.itemsize > 0
 
 
 def _reduce_array(array: np.ndarray[Any, Any]) -> Reduced | None:
     kind, flags = array.dtype, array.flags
-    if kind.hasobject or kind.names or kind.metadata or not kind.itemsize:
+    if kind.char == "O":
+        return _array_of_objects, (array.shape, tuple(array.flat))
+    if not _is_plain(kind):
         return None
     order: Literal["C", "F"] = "F" if flags.f_contiguous and not flags.c_contiguous else "C"
     if array.nbytes <= _AS_TENSOR_FROM_BYTES:
         return _array, (kind.str, array.shape, array.tobytes(order), order)
-    is_whole = (flags.c_contiguous or flags.f_contiguous) and flags.writeable
-    if is_whole and order == "C" and kind.char in _NUMERIC and kind.isnative:
-        return _array_of_tensor, (torch.from_numpy(array),)
-    if not is_whole:  # torch warns about memory that is read-only.
+    is_whole = flags.c_contiguous or flags.f_contiguous
+    if not (is_whole and flags.writeable):  # torch warns about memory that is read-only.
         array = array.copy(order)
     flat = torch.from_numpy(array.reshape(-1, order=order).view(np.uint8))
-    return _array_in_tensor, (kind.str, array.shape, flat, order)
-
-
-@rebuilds_plain
-def _array_of_tensor(tensor: Tensor) -> np.ndarray[Any, Any]:
-    if type(tensor) is not Tensor:
-        raise ProtocolError(f"a message makes an array of a {type(tensor).__name__}")
-    made: np.ndarray[Any, Any] = tensor.detach().cpu().numpy()
-    return made
-
-
-@rebuilds_plain
-def _array_in_tensor(kind: str, shape: Any, content: Any, order: str) -> np.ndarray[Any, Any]:
-    # A copy of a tensor that repeats its elements could take all memory.
-    is_flat = type(content) is Tensor and content.dim() == 1 and content.is_contiguous()
-    if not is_flat or content.dtype is not torch.uint8:
-        raise ProtocolError("a message makes an array of something else than bytes")
-    flat = content.detach().cpu().numpy()
-    made: np.ndarray[Any, Any] = np.ndarray(
-        shape, _dtype_named(kind), flat, order="F" if order == "F" else "C"
-    )
-    if made.nbytes != flat.nbytes:
-        raise ProtocolError(f"an array of {made.nbytes} bytes comes with {flat.nbytes}")
-    return made
+    return _array, (kind.str, array.shape, flat, order)
 
 
 @rebuilds_plain
 def _array(kind: str, shape: Any, content: Any, order: str) -> np.ndarray[Any, Any]:
-    _check_bytes(content)
+    memory: Any
+    if type(content) is bytes:
+        memory = bytearray(content)
+    elif _is_flat(content):
+        memory = content.detach().cpu().numpy()
+    else:
+        raise ProtocolError("a message makes an array of something else than bytes")
     made: np.ndarray[Any, Any] = np.ndarray(
-        shape, _dtype_named(kind), bytearray(content), order="F" if order == "F" else "C"
+        shape, _dtype_named(kind), memory, order="F" if order == "F" else "C"
     )
-    if made.nbytes != len(content):
-        raise ProtocolError(f"an array of {made.nbytes} bytes comes with {len(content)}")
+    if made.nbytes != len(memory):
+        raise ProtocolError(f"an array of {made.nbytes} bytes comes with {len(memory)}")
     return made
+
+
+@rebuilds_pickled
+def _array_of_objects(shape: Any, items: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+    flat: np.ndarray[Any, Any] = np.empty(len(items), dtype=object)
+    for place, item in enumerate(items):
+        flat[place] = item
+    made: np.ndarray[Any, Any] = flat.reshape(shape)
+    return made
+
+
+def _is_flat(content: Any) -> bool:
+    """Whether an object is a tensor of bytes, which does not repeat its elements."""
+    is_bytes = type(content) is Tensor and content.dtype is torch.uint8
+    return is_bytes and content.dim() == 1 and bool(content.is_contiguous())
 
 
 def _reduce_scalar(scalar: np.generic) -> Reduced | None:
     kind = scalar.dtype
-    if kind.hasobject or kind.names or kind.metadata or not kind.itemsize:
-        return None
-    return _scalar, (kind.str, scalar.tobytes())
+    return (_scalar, (kind.str, scalar.tobytes())) if _is_plain(kind) else None
 
 
 @rebuilds_plain
 def _scalar(kind: str, content: Any) -> Any:
-    _check_bytes(content)
-    return np.frombuffer(content, _dtype_named(kind), 1)[0]
+    return _array(kind, (), content, "C")[()]
 
 
-def _check_bytes(content: object) -> None:
-    if not isinstance(content, bytes):
-        raise ProtocolError("a message makes values of numpy out of something else than bytes")
-
-
+@rebuilds_plain
 def _dtype_named(kind: object) -> np.dtype[Any]:
     """Returns a dtype whose values any bytes may be; bytes are no addresses of objects."""
     if type(kind) is not str:
         raise ProtocolError("a message makes values of numpy out of something else")
     made = np.dtype(kind)
-    if made.hasobject or not made.itemsize or made.names:
+    if not _is_plain(made):
         raise ProtocolError(f"a message makes values of numpy of the dtype {kind!r}")
     return made
 
 
 def _reduce_path(path: pathlib.PurePath) -> Reduced:
-    return _path, (type(path).__name__, str(path))
-
-
-_PATHS: dict[str, Any] = {
-    kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PosixPath)
-}
+    return _path, (str(path), isinstance(path, pathlib.Path))
 
 
 @rebuilds_plain
-def _path(kind: str, text: str) -> pathlib.PurePath:
-    if type(kind) is not str or type(text) is not str or kind not in _PATHS:
+def _path(text: str, is_concrete: bool) -> pathlib.PurePath:
+    if type(text) is not str:
         raise ProtocolError("a message makes a path out of something else")
-    made: pathlib.PurePath = _PATHS[kind](text)
-    return made
+    return pathlib.PosixPath(text) if is_concrete else pathlib.PurePosixPath(text)
 
 
 def _refuse_proxy(_: object) -> Reduced:
@@ -626,11 +580,8 @@ _REDUCERS: dict[type, Callable[[Any], Reduced | None]] = {
     **dict.fromkeys(
         (kind for kind in set(np.sctypeDict.values()) if kind is not np.object_), _reduce_scalar
     ),
-    **dict.fromkeys(_PATHS.values(), _reduce_path),
+    **dict.fromkeys((pathlib.PurePosixPath, pathlib.PosixPath), _reduce_path),
     torch.UntypedStorage: _reduce_untyped_storage,
-    torch.TypedStorage: _reduce_typed_storage,
-    torch.memory_format: _reduce_memory_format,
-    torch.layout: _reduce_memory_format,
     torch.fx.Proxy: _refuse_proxy,
     torch.finfo: _reduce_number_info,
     torch.iinfo: _reduce_number_info,

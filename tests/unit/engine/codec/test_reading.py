@@ -407,6 +407,7 @@ def test_bytes_do_not_become_addresses(attack: object) -> None:
         np.asfortranarray(np.ones((2, 3))),
         np.array(["ab", "c"]),
         np.array([1, None], dtype=object),
+        np.array([[[1], None, "x"]], dtype=object).T,
         np.array(["2020-01-01"], dtype="M8[D]"),
         np.arange(3, dtype=">i4"),
         np.zeros(0),
@@ -420,6 +421,11 @@ def test_arrays_are_read_as_they_were(value: Any) -> None:
     assert type(arrived) is type(value)
     assert arrived.dtype == value.dtype
     assert np.array_equal(arrived, value)
+
+
+def test_dtypes_are_read_without_an_entry() -> None:
+    kinds = [np.dtype("f8"), np.dtype("M8[ns]"), np.dtype("S3"), np.dtype(">i4")]
+    assert trip([*kinds, slice(1)], make_reader(["json"], False, "ps"))[:4] == kinds
 
 
 # Errors

@@ -288,13 +288,10 @@ def test_a_buffer_keeps_what_makes_it_one() -> None:
 
 def test_storages_survive_and_share_with_tensors() -> None:
     tensor = torch.arange(4.0)
-    storage, view, typed = object_trip([tensor.untyped_storage(), tensor[1:], tensor.storage()])
+    storage, view = object_trip([tensor.untyped_storage(), tensor[1:]])
     assert type(storage) is torch.UntypedStorage
     assert storage.nbytes() == 16
-    assert typed.dtype == torch.float32
-    assert typed.tolist() == [0, 1, 2, 3]
     view.zero_()
-    assert typed.tolist() == [0, 0, 0, 0]
     assert bytes(storage) == bytes(16)
     alone = object_trip(tensor.untyped_storage())
     assert raw(torch.empty(0).set_(alone)) == raw(tensor)
