@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.contract.processes.attacks import LIMIT_S
 from tests.free_encoder import pack_freely
-from torchweft.engine.codec.objects import Packed, pack
+from torchweft.engine.codec.objects import Packed, _pickled
 from torchweft.engine.worker.current import current
 from torchweft.rpc import calls, encoding
 from torchweft.rpc.worker import current_worker
@@ -22,7 +22,7 @@ def call_named(to: str, name: bytes, args: tuple[Any, ...], kwargs: dict[str, An
 
 def send_pickle(to: str, value: Any) -> Any:
     """Sends a pickle to a worker that has announced that it reads no pickles."""
-    return _send(to, value, functools.partial(pack, main_by_name=False))
+    return _send(to, value, functools.partial(_pickled, main_by_name=False))
 
 
 def send_freely(to: str, value: Any) -> Any:

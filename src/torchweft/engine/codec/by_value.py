@@ -26,7 +26,6 @@ import functools
 import marshal
 import sys
 import typing
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, NewType, ParamSpec
@@ -40,7 +39,6 @@ from torchweft.engine.codec.functions import (
 from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 
-_KNOWN_LIMIT = 4096
 _LAYOUTS_LIMIT = 4
 _MOST_KEPT = 512
 """Codes of others that stay loaded, those that were used last."""
@@ -83,27 +81,23 @@ class Code:
 
 
 class _Known:
-    """The known facts about a code object; they do not keep the code object alive.
+    """The known facts about a code object.
 
     Attributes:
-        reference: The code object.
         globals: The names of the globals that it refers to.
         is_constant: Whether it has only constants that cannot change.
         codes: The codes of its latest functions, by their layouts.
     """
 
-    __slots__ = ("codes", "globals", "is_constant", "reference")
+    __slots__ = ("codes", "globals", "is_constant")
 
-    def __init__(self, code: CodeType, reference: weakref.ref[CodeType]) -> None:
-        self.reference = reference
+    def __init__(self, code: CodeType) -> None:
         self.globals = (*dict.fromkeys(_globals_of(code)), "__path__")
         self.is_constant = _is_constant(code)
         self.codes: dict[tuple[Any, ...], Code] = {}
 
 
-# Keyed by id: comparing code objects takes longer. The reference reveals an id that was given to
-# another object.
-_known: dict[int, _Known] = {}
+_known: WeakKeyDictionary[CodeType, _Known] = WeakKeyDictionary()
 
 
 def take_apart(function: FunctionType) -> tuple[Code, list[Any]] | None:
@@ -112,9 +106,9 @@ def take_apart(function: FunctionType) -> tuple[Code, list[Any]] | None:
     Returns None for an unusual function, which can only travel whole.
     """
     code = function.__code__
-    known = _known.get(id(code))
-    if known is None or known.reference() is not code:
-        known = _learn(code)
+    known = _known.get(code)
+    if known is None:
+        known = _known[code] = _Known(code)
     if function.__module__ is None or not known.is_constant:
         return None
     of_module = function.__globals__.get
@@ -183,14 +177,6 @@ def _new_code(code: CodeType, known: _Known, layout: tuple[Any, ...]) -> Code | 
         known.codes.clear()
     made = known.codes[layout] = Code(content)
     return made
-
-
-def _learn(code: CodeType) -> _Known:
-    if len(_known) >= _KNOWN_LIMIT:
-        _known.clear()
-    key = id(code)
-    known = _known[key] = _Known(code, weakref.ref(code, lambda _: _known.pop(key, None)))
-    return known
 
 
 def _marshalled(value: Any) -> bytes | None:

@@ -156,7 +156,6 @@ _DEFINED: tuple[type, ...] = (
 """Types of objects that say where they were defined; any other object is a plain object."""
 
 _TENSOR_CLASSES: tuple[type, ...] = (torch.Tensor, torch._C.TensorBase)
-_KNOWN_LIMIT = 4096
 _TENSOR_BASE = "TensorBase"
 _OPERATORS = "torch.ops"
 _OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
@@ -177,7 +176,6 @@ class AllowList(_Restricted):
             entries = entries - {registry.TORCH} | registry.TORCH_PARTS
         super().__init__(worker)
         self._entries = frozenset(entries)
-        self._known: dict[bytes, tuple[object, str, object]] = {}
 
     # Names
 
@@ -188,12 +186,6 @@ class AllowList(_Restricted):
             NotAllowed: It may not be used here.
             UnknownFunction: This worker does not have that name.
         """
-        known = self._known.get(name)
-        if known is not None:
-            # Look it up again: a program may have replaced it, and then it must be checked again.
-            parent, attribute, before = known
-            if getattr(parent, attribute, None) is before:
-                return before
         text = text_of(name)
         if (
             registry.remotely_callable.has(text)
@@ -202,11 +194,7 @@ class AllowList(_Restricted):
             or registry.is_error(text)
         ):
             return resolve(name)
-        parent, attribute = self._locate(text)
-        found = self._found(parent, attribute, text)
-        if len(self._known) < _KNOWN_LIMIT:
-            self._known[bytes(name)] = (parent, attribute, found)
-        return found
+        return self._found(*self._locate(text), text)
 
     resolve_value = resolve
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import string_at
-from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -95,11 +94,6 @@ copied into a message, however small they are: the receiver must get the same me
 def may_be_shared(address: int) -> bool:
     """Whether a tensor that begins at ``address`` may be shared."""
     return any(start <= address < end for start, end in tuple(shared_ranges.items()))
-
-
-@lru_cache(maxsize=256)
-def _numbers(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}Q")
 
 
 # Numbers of dtypes and devices in messages: positions in lists to which names are only appended. A
@@ -411,22 +405,16 @@ def _small(tensor: Tensor, limit_bytes: int) -> _Described | None:
     """Describes a tensor whose memory stands in the message; None for others."""
     if not tensor.is_cpu or not is_dense(tensor):
         return None
-    flags = _flags_of(tensor)
-    if flags:
-        tensor = tensor.detach()
     try:
-        start = tensor.data_ptr()
-    except RuntimeError:
-        return None  # It stands for another one, in a transform of torch.func.
-    if tensor.is_neg() or tensor.is_conj():
-        return None
-    if start < _USUAL_ADDRESS and tensor.numel() and (not start or _is_freed(tensor)):
-        return None
+        source = _as_dense(tensor)
+    except SerializationError:
+        return None  # It raises again where buffers are made.
+    start = source.data_ptr()
     if shared_ranges and may_be_shared(start):
         return None
-    if tensor.nbytes > limit_bytes and _distinct(tensor) * tensor.itemsize > limit_bytes:
+    if source.nbytes > limit_bytes and _distinct(source) * source.itemsize > limit_bytes:
         return None
-    return _Described(start, tensor, flags)
+    return _Described(start, source, _flags_of(tensor))
 
 
 def _as_dense(tensor: Tensor) -> Tensor:
@@ -505,7 +493,7 @@ def _write(
                 # Only the host's memory becomes tensors of the receiver's CPU.
                 apart.append(memory.cpu() if device == HOST and not memory.is_cpu else memory)
         head = _HEAD.pack(CODES[tensor.dtype], flags, tensor.dim(), len(content))
-        parts += (head, _numbers(len(numbers)).pack(*numbers), content)
+        parts += (head, struct.pack(f"<{len(numbers)}Q", *numbers), content)
         size_bytes += _HEAD.size + 8 * len(numbers) + len(content)
         if size_bytes > limit_bytes:
             return None
@@ -635,10 +623,6 @@ class Entry(NamedTuple):
     device: int
 
 
-# The named tuple's own constructor is Python code.
-_new_entry = partial(tuple.__new__, Entry)
-
-
 def decode_tensors(
     data: bytes | bytearray | memoryview, position: int
 ) -> tuple[list[Tensor], bytes]:
@@ -696,7 +680,7 @@ def read(
             code, flags, ndim, size_bytes = _HEAD.unpack_from(data, position)
             count = ndim * (2 if flags & STRIDED else 1)
             count += (2 if flags & SHARED else 0) + (1 if flags & ON_DEVICE else 0)
-            numbers = _numbers(count).unpack_from(data, position + _HEAD.size)
+            numbers = struct.unpack_from(f"<{count}Q", data, position + _HEAD.size)
         except struct.error as error:
             raise ProtocolError(f"the description of a tensor is cut short: {error}") from None
         position += _HEAD.size + 8 * count
@@ -727,8 +711,7 @@ def read(
             raise ProtocolError(f"a tensor of {length} elements comes with other memory")
         position += size_bytes
         device = numbers[-1] if flags & ON_DEVICE else HOST
-        parts = dtype, flags, shape, strides, offset, length, bringer, memory, device
-        entries.append(_new_entry(parts))
+        entries.append(Entry(dtype, flags, shape, strides, offset, length, bringer, memory, device))
     return entries
 
 

@@ -31,6 +31,7 @@ from torchweft.engine.codec.tensors import (
     encode_tensors,
     read,
     rebuild,
+    with_flags,
 )
 from torchweft.errors import ProtocolError, SerializationError
 
@@ -55,12 +56,6 @@ REFUSED: dict[str, Callable[[], list[Tensor]]] = {
     "nested": lambda: [torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])],
     "quantised": lambda: [torch.quantize_per_tensor(torch.ones(2), 0.5, 3, torch.quint8)],
     "meta": lambda: [torch.ones(2, device="meta")],
-    "conjugate": lambda: [torch.ones(2, dtype=torch.complex64).conj()],
-    "negated": lambda: [torch._neg_view(torch.ones(2))],  # type: ignore[attr-defined]
-    "conjugate that requires grad": lambda: [
-        torch.ones(2, dtype=torch.complex64, requires_grad=True).conj()
-    ],
-    "lazy zero": lambda: [torch._efficientzerotensor(3)],  # type: ignore[attr-defined]
     "one that is too large": lambda: [torch.zeros(codec.LIMIT_BYTES)],
     "too large together": lambda: [torch.zeros(codec.LIMIT_BYTES // 6) for _ in range(2)],
     "many that are too large": lambda: [
@@ -79,6 +74,20 @@ def no_shared_ranges() -> Iterator[None]:
     yield
     codec.shared_ranges.clear()
     codec.shared_ranges.update(before)
+
+
+def test_lazy_tensors_arrive_as_the_program_sees_them() -> None:
+    lazy: list[Tensor] = [
+        torch.full((2,), 1j, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.ones(2)),  # type: ignore[attr-defined]
+        torch.full((2,), 1j, dtype=torch.complex64, requires_grad=True).conj(),
+        torch._efficientzerotensor(3),  # type: ignore[attr-defined]
+    ]
+    encoded = encode_tensors(lazy)
+    assert encoded is not None
+    arrived = with_flags(*decode_tensors(encoded[0], 0))
+    assert [each.tolist() for each in arrived] == [[-1j] * 2, [-1] * 2, [-1j] * 2, [0] * 3]
+    assert [each.requires_grad for each in arrived] == [False, False, True, False]
 
 
 @pytest.mark.usefixtures("no_shared_ranges")
