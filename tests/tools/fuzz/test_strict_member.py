@@ -31,9 +31,9 @@ def _followed(names: Any, name: bytes) -> Any:
 
 
 HOLES: dict[str, tuple[int, Any, str, Callable[..., Any]]] = {
-    "names are followed": (28, reading.StrictNames, "resolve", _followed),
+    "names are followed": (10, reading.StrictNames, "resolve", _followed),
     "any method is called": (
-        27,
+        12,
         reading.StrictNames,
         "method_of",
         lambda names, value, name: getattr(value, name),
