@@ -101,7 +101,9 @@ def pack_error(
 
 
 def _encoded(worker: str, records: list[_Record]) -> bytes:
-    return values.Encoder(True, ()).encode((worker, [tuple(record) for record in records]))
+    content = (worker, [tuple(record) for record in records])
+    payload = values.encode(content, [], True)
+    return values.Encoder(True, ()).encode(content) if payload is None else payload
 
 
 def _refuse_name(name: bytes) -> Any:
@@ -113,6 +115,7 @@ def unpack_error(
     *,
     find: Callable[[str, str], object] = find_global,
     unpack: Callable[[Any, Any, Any], Any] = unpack,
+    is_bounded: bool = False,
 ) -> BaseException:
     """Returns the exception that ``pack_error`` was given on another worker.
 
@@ -122,9 +125,10 @@ def unpack_error(
         content: The bytes that ``pack_error`` returned.
         find: Returns the class with a module and a name, or raises.
         unpack: Does the same as ``objects.unpack``.
+        is_bounded: Whether few bytes may not stand for a large error, as a stranger could send.
     """
     try:
-        limit_bytes = limit_of_repetition(len(content), ())
+        limit_bytes = limit_of_repetition(len(content), ()) if is_bounded else None
         worker, rows = values.decode(content, (), (), _refuse_name, limit_bytes=limit_bytes)
         if len(rows) > _ERRORS_LIMIT:
             raise ValueError(f"it has {len(rows)} parts, more than {_ERRORS_LIMIT}")

@@ -5,19 +5,21 @@ tensors are taken out of the pickle, wherever they are (arguments, modules, data
 and a number replaces each. Objects of registered classes are replaced as well: the layer above
 hands on remote references, and has to know of each one.
 
-A value of the closed list of kinds that ``values`` writes needs no pickle. Everything else goes by
-one pickler, which sends functions and classes by name where the receiver can import them, and by
-value elsewhere.
+A value of the closed list of kinds that ``values`` writes needs no pickle. Everything else is tried
+with pickle's own pickler, in C, which sends functions and classes by name. Where the receiver could
+not import one, cloudpickle pickles everything again and sends such objects by value.
 """
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import io
+import operator
 import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,7 +37,12 @@ from torchweft.engine.codec.functions import (
     unknown,
     without_alias,
 )
-from torchweft.engine.codec.reducers import reduce_tensor, reduce_torch, set_attributes
+from torchweft.engine.codec.reducers import (
+    is_reduced,
+    reduce_tensor,
+    reduce_torch,
+    set_attributes,
+)
 from torchweft.engine.codec.tensors import is_dense
 from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.errors import ProtocolError, SerializationError
@@ -45,6 +52,7 @@ Kind = TypeVar("Kind")
 Reducers = Mapping[type, Callable[[Any], Any]]
 _PROTOCOL = 5
 
+_MAIN_NAMES = frozenset(MAIN_MODULES)
 _external_types: tuple[type, ...] = ()
 
 
@@ -67,6 +75,7 @@ def register_external(kind: type[Kind]) -> type[Kind]:
     """Has all instances of ``kind`` taken out of every pickle from now on; a class decorator."""
     global _external_types
     _external_types = (*_external_types, kind)
+    _may_be_outside.cache_clear()
     return kind
 
 
@@ -104,7 +113,7 @@ def pack(
     except Exception as error:
         if is_of_handler(error):
             raise
-        again = partial(_pickled, main_by_name=main_by_name, reducers=reducers)
+        again = functools.partial(_pickled, main_by_name=main_by_name, reducers=reducers)
         raise diagnose(value, error, again) from error
 
 
@@ -212,64 +221,21 @@ class NotByValue(pickle.PicklingError):
     """A function would have to travel by value, and cannot."""
 
 
-def _pickled(
-    value: object,
-    main_by_name: bool,
-    not_by_value: str = "",
-    reducers: Reducers | None = None,
-) -> Packed:
-    if not main_by_name and "__mp_main__" in sys.modules:
-        # cloudpickle knows the main program only as `__main__`.
-        cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer, main_by_name, not_by_value, reducers or {})
-    pickler.dump(value)
-    return Packed(buffer.getvalue(), pickler.tensors, pickler.externals)
+class _Outside:
+    """The objects that are taken out of one pickle: tensors, and those of registered classes."""
 
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles functions and classes by value where the receiver cannot import them.
-
-    Args:
-        buffer: Gets the pickle.
-        main_by_name: Whether the receiver runs the same main program.
-        not_by_value: Why functions cannot travel by value; empty where they can.
-        reducers: A program's own reducers, which are asked first.
-
-    Attributes:
-        tensors: The tensors taken out so far.
-        externals: The other objects taken out so far.
-    """
-
-    def __init__(
-        self, buffer: io.BytesIO, main_by_name: bool, not_by_value: str, reducers: Reducers
-    ) -> None:
-        super().__init__(buffer, _PROTOCOL)
+    def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.externals: list[object] = []
-        self._main_by_name = main_by_name
-        self._not_by_value = not_by_value
-        self._reducers = reducers
 
-    def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if self._reducers and kind in self._reducers:
-            return self._reducers[kind](value)
-        if kind is OrderedDict and not value and not vars(value):
-            # A module has a dozen, whose own way of pickling would take most of its time.
-            return OrderedDict, ()
+    def reduce(self, value: Any) -> Any:
+        """Takes an object out, or apart as torch's need it; returns NotImplemented for others."""
         if isinstance(value, Tensor):
             return self._reduce_tensor(value)
-        if kind is FunctionType or isinstance(value, type):
-            return self._reduce_definition(value)
         if isinstance(value, _external_types):
             self.externals.append(value)
             return _external, (len(self.externals) - 1,)
-        reducer = by_value.REDUCERS.get(kind)
-        if reducer is not None:
-            is_named = name_of(value, self._main_by_name) is not None
-            return NotImplemented if is_named else reducer(value)
-        reduced = by_value.reduce_module(value) if kind is ModuleType else reduce_torch(value)
+        reduced = reduce_torch(value)
         return NotImplemented if reduced is None else reduced
 
     def _reduce_tensor(self, value: Tensor) -> Any:
@@ -280,6 +246,120 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is not NotImplemented and len(reduced) == 2 and vars(value):
             return (*reduced, dict(vars(value)), None, None, set_attributes)
         return reduced
+
+
+_BY_CLASS = operator.methodcaller("__reduce_ex__", _PROTOCOL)
+
+
+@functools.lru_cache(1024)
+def _may_be_outside(kind: type) -> bool:
+    """Tells whether ``_Outside.reduce`` may take objects of a class out, or apart."""
+    return is_reduced(kind) or issubclass(kind, (Tensor, *_external_types))
+
+
+def _reduce_ordered(value: OrderedDict[Any, Any]) -> Any:
+    # A module has a dozen empty ones, whose own way of pickling would take most of its time.
+    return value.__reduce_ex__(_PROTOCOL) if value or value.__dict__ else (OrderedDict, ())
+
+
+class _Reducers(dict[type, Callable[[Any], Any]]):
+    """The reducers of a pickler in C for one pickle, each chosen at the first object of its class.
+
+    Args:
+        outside: Takes objects out.
+    """
+
+    def __init__(self, outside: _Outside) -> None:
+        super().__init__()
+        self._outside = outside
+
+    def __missing__(self, kind: Any) -> Callable[[Any], Any]:
+        if issubclass(kind, type):
+            raise KeyError(kind)  # The pickler sends a class by its name.
+        if _may_be_outside(kind):
+            reducer: Callable[[Any], Any] = self._reduce
+        else:
+            usual = _reduce_ordered if kind is OrderedDict else _BY_CLASS
+            reducer = copyreg.dispatch_table.get(kind, usual)
+        self[kind] = reducer
+        return reducer
+
+    def _reduce(self, value: Any) -> Any:
+        reduced = self._outside.reduce(value)
+        if reduced is not NotImplemented:
+            return reduced
+        return copyreg.dispatch_table.get(type(value), _BY_CLASS)(value)
+
+
+def _pickled(
+    value: object,
+    main_by_name: bool,
+    not_by_value: str = "",
+    reducers: Reducers | None = None,
+) -> Packed:
+    # Weft itself registers the main program; see below.
+    is_by_name = main_by_name and cloudpickle.list_registry_pickle_by_value() <= _MAIN_NAMES
+    if is_by_name and reducers is None:
+        try:
+            return _pickled_by_name(value)
+        except Exception as error:
+            if is_of_handler(error):
+                raise
+            # Some object has no name, or the next attempt fails as well. A local class must not
+            # live on here.
+            _may_be_outside.cache_clear()
+    if not main_by_name and "__mp_main__" in sys.modules:
+        # cloudpickle knows the main program only as `__main__`.
+        cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
+    buffer, outside = io.BytesIO(), _Outside()
+    _Pickler(buffer, outside, main_by_name, not_by_value, reducers or {}).dump(value)
+    return Packed(buffer.getvalue(), outside.tensors, outside.externals)
+
+
+def _pickled_by_name(value: object) -> Packed:
+    buffer, outside = io.BytesIO(), _Outside()
+    pickler = pickle.Pickler(buffer, _PROTOCOL)
+    pickler.dispatch_table = _Reducers(outside)
+    pickler.dump(value)
+    return Packed(buffer.getvalue(), outside.tensors, outside.externals)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles functions and classes by value where the receiver cannot import them.
+
+    Args:
+        buffer: Gets the pickle.
+        outside: Takes objects out.
+        main_by_name: Whether the receiver runs the same main program.
+        not_by_value: Why functions cannot travel by value; empty where they can.
+        reducers: A program's own reducers, which are asked first.
+    """
+
+    def __init__(
+        self,
+        buffer: io.BytesIO,
+        outside: _Outside,
+        main_by_name: bool,
+        not_by_value: str,
+        reducers: Reducers,
+    ) -> None:
+        super().__init__(buffer, _PROTOCOL)
+        self._outside = outside
+        self._main_by_name = main_by_name
+        self._not_by_value = not_by_value
+        self._reducers = reducers
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if self._reducers and kind in self._reducers:
+            return self._reducers[kind](value)
+        if kind is FunctionType or isinstance(value, type):
+            return self._reduce_definition(value)
+        reducer = by_value.REDUCERS.get(kind)
+        if reducer is not None:
+            is_named = name_of(value, self._main_by_name) is not None
+            return NotImplemented if is_named else reducer(value)
+        return by_value.reduce_module(value) if kind is ModuleType else self._outside.reduce(value)
 
     def _reduce_definition(self, value: Any) -> Any:
         name = name_of(value, self._main_by_name)

@@ -130,7 +130,9 @@ class _Restricted(Reader):
 
     def unpack_error(self, content: bytes | bytearray | memoryview) -> BaseException:
         """Returns the error in a message, of the nearest type that is allowed."""
-        return exceptions.unpack_error(content, find=self.find_global, unpack=self.unpack)
+        return exceptions.unpack_error(
+            content, find=self.find_global, unpack=self.unpack, is_bounded=True
+        )
 
 
 # An allow-list

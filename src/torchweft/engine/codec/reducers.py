@@ -90,6 +90,11 @@ def reduce_torch(value: object) -> Reduced | None:
     return None
 
 
+def is_reduced(kind: type) -> bool:
+    """Whether ``reduce_torch`` may take instances of a class apart."""
+    return kind in _REDUCERS or issubclass(kind, (torch.jit.ScriptModule, np.dtype))
+
+
 def register_reducer(kind: type, reducer: Callable[[Any], Reduced | None]) -> None:
     """Has objects of a class, subclasses not included, taken apart by ``reducer`` from now on."""
     _REDUCERS[kind] = reducer
