@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -92,7 +93,8 @@ def test_joining_ends_in_time_whenever_the_store_becomes_silent(rank: int, answe
     silent = Silent(answers)
     began_s = time.monotonic()
     with pytest.raises(RendezvousTimeout, match="does not answer for"):
-        join(BoundedStore(silent, 0.2), Registration("me", rank, ("unix:@x",)), 3, 0.2)
+        me = Registration("me", rank, ("unix:@x",))
+        join(BoundedStore(silent, 0.2), me, 3, 0.2, deque(maxlen=1))
     assert time.monotonic() - began_s < 3.0
     silent.go_on.set()
 
