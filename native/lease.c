@@ -18,7 +18,7 @@
 #include <poll.h>
 #include <unistd.h>
 
-enum { MOST_LINKS = 8, TICK_MS = 100 };
+enum { MOST_LINKS = 8 };
 enum { TAKEN = 1, NOTHING = 0, ENDED = -1 };
 
 struct lease {
@@ -72,7 +72,9 @@ static bool take_all(lease *self)
     }
     for (Py_ssize_t place = 0; place < self->count; place++) {
         self->links[place]->lease = self;
-        link_arm(self->links[place], false);
+        if (self->links[place]->in == NULL)
+            link_arm(self->links[place], false);
+        ring_wake(self->links[place]); /* The peer does not ring, so there is no event. */
     }
     return true;
 }
@@ -159,13 +161,22 @@ static int sleep_until_data(const lease *self, int wake_fd, double left_s)
 {
     struct pollfd fds[MOST_LINKS + 1];
     nfds_t count = 0;
-    for (; count < (nfds_t)self->count; count++)
-        fds[count] = (struct pollfd){.fd = self->links[count]->fd, .events = POLLIN};
+    for (; count < (nfds_t)self->count; count++) {
+        connection *each = self->links[count];
+        if (each->is_armed)
+            link_arm(each, false); /* A bell shall wake this thread only. */
+        fds[count] = (struct pollfd){.fd = each->fd, .events = POLLIN};
+        fds[count].events |= ring_sleep(each) ? POLLOUT : 0; /* It is due at once. */
+    }
     fds[count++] = (struct pollfd){.fd = wake_fd, .events = POLLIN};
     int ready, limit_ms = left_s * 1e3 < TICK_MS ? (int)(left_s * 1e3) + 1 : TICK_MS;
     Py_BEGIN_ALLOW_THREADS
     ready = poll(fds, count, limit_ms);
     Py_END_ALLOW_THREADS
+    for (Py_ssize_t place = 0; place < self->count; place++) {
+        ring_wake(self->links[place]);
+        self->links[place]->has_bell |= fds[place].revents != 0;
+    }
     uint64_t wakes;
     if (ready > 0 && fds[count - 1].revents)
         return read(wake_fd, &wakes, sizeof wakes) < 0 ? -1 : 0;

@@ -12,6 +12,7 @@
 
 #include <errno.h>
 #include <limits.h>
+#include <poll.h>
 #include <structmember.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -116,7 +117,8 @@ static ssize_t write_some(connection *self)
     }
     struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
     PyThreadState *state = size < LONG_COPY_BYTES ? NULL : PyEval_SaveThread();
-    ssize_t written = sendmsg(self->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    ssize_t written = self->out != NULL
+        ? ring_send(self, pieces, count) : sendmsg(self->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     int error = errno;
     if (state != NULL)
         PyEval_RestoreThread(state);
@@ -126,7 +128,7 @@ static ssize_t write_some(connection *self)
 
 /* write(message): queues a message, and writes what is queued.
  *
- * Returns False if the socket is full: then write again when there is room. OSError: the connection
+ * Returns False if the socket or the ring is full: then write again when there is room. OSError: the connection
  * has ended; a session keeps what is not written. */
 static PyObject *link_write(connection *self, PyObject *message)
 {
@@ -270,7 +272,9 @@ static bool receive(connection *self)
     self->has_ended = self->is_large || self->is_broken || self->is_closed || room == 0;
     if (self->has_ended)
         return true;
-    ssize_t size = recv(self->fd, self->data + self->data_end, room, MSG_DONTWAIT);
+    unsigned char *into = self->data + self->data_end;
+    ssize_t size = self->in != NULL
+        ? ring_receive(self, into, room) : recv(self->fd, into, room, MSG_DONTWAIT);
     if (size > 0) {
         self->data_end += (size_t)size;
         self->bytes_received += (unsigned long long)size;
@@ -333,6 +337,7 @@ Py_ssize_t link_take_frames(connection *self)
 static PyObject *link_read(connection *self, PyObject *spins)
 {
     self->must_read = false;
+    self->has_bell |= spins != Py_True; /* An event has brought this thread. */
     bool is_any = links_look(&self, 1, spins == Py_True ? &self->spins[FOR_REQUESTS] : NULL);
     Py_ssize_t count = link_take_frames(self);
     if (count < 0)
@@ -343,6 +348,42 @@ static PyObject *link_read(connection *self, PyObject *spins)
         Py_RETURN_NONE;
     errno = self->read_error;
     return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+/* Reads out of the ring until `size` bytes are there, or until nothing comes for a tick; else as recv. */
+static ssize_t receive_all(connection *self, void *into, size_t size)
+{
+    size_t count = 0;
+    while (count < size) {
+        ssize_t more = ring_receive(self, (char *)into + count, size - count);
+        count += more > 0 ? (size_t)more : 0;
+        if (more > 0 || (more < 0 && errno == EAGAIN && ring_sleep(self)))
+            continue;
+        struct pollfd end = {.fd = self->fd, .events = POLLIN};
+        if (more == 0 || errno != EAGAIN || poll(&end, 1, TICK_MS) <= 0)
+            return count > 0 ? (ssize_t)count : more;
+        self->has_bell = true;
+    }
+    return (ssize_t)count;
+}
+
+/* fill(into, may_block): reads a part of a large frame out of the ring, as recv_into. */
+static PyObject *link_fill(connection *self, PyObject *arguments)
+{
+    Py_buffer bytes;
+    int may_block;
+    if (!PyArg_ParseTuple(arguments, "w*p", &bytes, &may_block))
+        return NULL;
+    ssize_t size = 0;
+    self->has_bell = self->is_looking = true;
+    Py_BEGIN_ALLOW_THREADS
+    if (!self->is_closed)
+        size = (may_block ? receive_all : ring_receive)(self, bytes.buf, (size_t)bytes.len);
+    Py_END_ALLOW_THREADS
+    self->is_looking = false;
+    ring_wake(self);
+    PyBuffer_Release(&bytes);
+    return size < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromSsize_t(size);
 }
 
 /* Returns the begin of a large frame, which the plain parser takes over. */
@@ -358,9 +399,11 @@ static PyObject *link_take_data(connection *self, PyObject *Py_UNUSED(nothing))
 /* Claims the right to read, for a thread of the reactor; returns whether it was free. */
 static PyObject *link_claim(connection *self, PyObject *Py_UNUSED(nothing))
 {
+    self->is_armed = false; /* An event may have brought this thread. */
     if (self->is_claimed || self->lease != NULL)
         Py_RETURN_FALSE;
     self->is_claimed = true;
+    ring_wake(self);
     Py_RETURN_TRUE;
 }
 
@@ -370,13 +413,42 @@ static PyObject *link_unclaim(connection *self, PyObject *Py_UNUSED(nothing))
     Py_RETURN_NONE;
 }
 
-void link_arm(const connection *self, bool is_armed)
+static void set_events(const connection *self, int fd, uint32_t events)
 {
-    struct epoll_event event = {.events = EPOLLONESHOT, .data.fd = self->fd};
-    if (is_armed)
-        event.events |= EPOLLIN | EPOLLRDHUP;
-    if (self->epoll_fd >= 0 && self->fd >= 0 && !self->is_closed)
-        epoll_ctl(self->epoll_fd, EPOLL_CTL_MOD, self->fd, &event);
+    struct epoll_event event = {.events = EPOLLONESHOT | events, .data.fd = fd};
+    if (self->epoll_fd >= 0 && fd >= 0 && !self->is_closed)
+        epoll_ctl(self->epoll_fd, EPOLL_CTL_MOD, fd, &event);
+}
+
+void link_arm(connection *self, bool is_armed)
+{
+    /* What the ring has already is due at once, and the socket is always writable. */
+    bool is_due = is_armed && ring_sleep(self), was_armed = self->is_armed && self->in != NULL;
+    self->is_armed = is_armed;
+    if (!is_armed || is_due || !was_armed)
+        set_events(self, self->fd, is_armed ? EPOLLIN | EPOLLRDHUP | (is_due ? EPOLLOUT : 0) : 0);
+}
+
+/* arm(): has the reactor told when there is something to read. */
+static PyObject *link_arm_reading(connection *self, PyObject *Py_UNUSED(nothing))
+{
+    self->is_armed = false; /* An event may have brought this thread. */
+    link_arm(self, true);
+    Py_RETURN_NONE;
+}
+
+void link_arm_writing(connection *self)
+{
+    self->awaits_room = !ring_has_room(self); /* If so, the reader of the link calls this again. */
+    if (!self->awaits_room)
+        set_events(self, self->write_fd, EPOLLOUT);
+}
+
+/* await_room(): has the reactor told when there is room to write. */
+static PyObject *link_await_room(connection *self, PyObject *Py_UNUSED(nothing))
+{
+    link_arm_writing(self);
+    Py_RETURN_NONE;
 }
 
 int link_submit(const connection *self, PyObject *task)
@@ -397,23 +469,26 @@ int link_hand_over(connection *self)
     return 0;
 }
 
-/* watch(epoll_fd, wake_fd, add_task, task): tells how threads of the reactor are reached. */
+/* watch(epoll_fd, write_fd, wake_fd, add_task, task): tells how threads of the reactor are reached. */
 static PyObject *link_watch(connection *self, PyObject *arguments)
 {
-    int epoll_fd, wake_fd;
     PyObject *add_task, *task;
-    if (!PyArg_ParseTuple(arguments, "iiOO", &epoll_fd, &wake_fd, &add_task, &task))
+    if (!PyArg_ParseTuple(arguments, "iiiOO", &self->epoll_fd, &self->write_fd, &self->wake_fd,
+                          &add_task, &task))
         return NULL;
-    self->epoll_fd = epoll_fd;
-    self->wake_fd = wake_fd;
     Py_XSETREF(self->add_task, Py_NewRef(add_task));
     Py_XSETREF(self->task, Py_NewRef(task));
     Py_RETURN_NONE;
 }
 
-/* close(): nothing is read or written from now on. */
+/* close(): nothing is read or written from now on; once more, when no thread reads or writes: frees
+ * the ring. */
 static PyObject *link_close(connection *self, PyObject *Py_UNUSED(nothing))
 {
+    if (self->is_closed && !self->is_writing && !self->is_looking) {
+        self->in = self->out = NULL;
+        PyBuffer_Release(&self->memory);
+    }
     self->is_closed = true;
     self->epoll_fd = self->wake_fd = -1; /* Both may be closed by now, or soon. */
     if (!self->is_writing)
@@ -448,22 +523,24 @@ static void link_dealloc(connection *self)
     drop_all(self);
     PyMem_Free(self->parts);
     PyMem_RawFree(self->data);
+    PyBuffer_Release(&self->memory);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 static PyObject *link_new(PyTypeObject *type, PyObject *arguments, PyObject *Py_UNUSED(named))
 {
-    int fd, keeps;
-    PyObject *peer, *add_frame;
+    int fd, keeps, is_first = false;
+    PyObject *peer, *add_frame, *memory = Py_None;
     Py_ssize_t receive_bytes;
     double spin_s;
-    if (!PyArg_ParseTuple(arguments, "iOOpnd", &fd, &peer, &add_frame, &keeps, &receive_bytes, &spin_s))
+    if (!PyArg_ParseTuple(arguments, "iOOpnd|Op", &fd, &peer, &add_frame, &keeps, &receive_bytes,
+                          &spin_s, &memory, &is_first))
         return NULL;
     connection *self = (connection *)type->tp_alloc(type, 0); /* All bytes are 0. */
     if (self == NULL)
         return NULL;
     self->fd = fd;
-    self->epoll_fd = self->wake_fd = -1;
+    self->epoll_fd = self->write_fd = self->wake_fd = -1;
     self->peer = Py_NewRef(peer);
     self->add_frame = Py_NewRef(add_frame);
     self->keeps = keeps;
@@ -472,9 +549,11 @@ static PyObject *link_new(PyTypeObject *type, PyObject *arguments, PyObject *Py_
     for (int kind = 0; kind < SPIN_KINDS; kind++)
         self->spins[kind] = (spinning){.spin_s = spin_s, .may_end_rest = true};
     self->spins[FOR_PASSES].spin_s = 3 * spin_s;
-    if (self->data == NULL) {
+    if (self->data == NULL)
+        PyErr_NoMemory();
+    if (self->data == NULL || ring_open(self, memory, is_first)) {
         Py_DECREF(self);
-        return PyErr_NoMemory();
+        return NULL;
     }
     return (PyObject *)self;
 }
@@ -511,6 +590,9 @@ static PyMethodDef methods[] = {
     {"claim", (PyCFunction)link_claim, METH_NOARGS, NULL},
     {"unclaim", (PyCFunction)link_unclaim, METH_NOARGS, NULL},
     {"watch", (PyCFunction)link_watch, METH_VARARGS, NULL},
+    {"arm", (PyCFunction)link_arm_reading, METH_NOARGS, NULL},
+    {"await_room", (PyCFunction)link_await_room, METH_NOARGS, NULL},
+    {"fill", (PyCFunction)link_fill, METH_VARARGS, NULL},
     {"close", (PyCFunction)link_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

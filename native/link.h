@@ -1,8 +1,11 @@
-/* A connection, and the right to read it; link.c and lease.c. */
+/* A connection, and the right to read it; link.c, ring.c and lease.c. */
 #ifndef WEFT_LINK_H
 #define WEFT_LINK_H
 
 #include "native.h"
+
+#include <stdatomic.h>
+#include <sys/uio.h>
 
 /* When a thread that waits spins before it sleeps; see spin.c. */
 typedef struct {
@@ -11,13 +14,23 @@ typedef struct {
     bool may_end_rest, yields;
 } spinning;
 
+/* One direction of a ring, in memory that the peer may write at any time: bytes ever written, bytes
+ * ever read, and what a side says before it sleeps. */
+typedef struct {
+    _Alignas(64) _Atomic uint64_t written;
+    _Alignas(64) _Atomic uint64_t read;
+    _Alignas(64) _Atomic uint32_t reader_sleeps;
+    _Alignas(64) _Atomic uint32_t writer_waits;
+} ring_head;
+
+enum { TICK_MS = 100 }; /* For the longest sleep without a look at the clock. */
 enum { FOR_ANSWERS, FOR_REQUESTS, FOR_PASSES, SPIN_KINDS };
 
 typedef struct lease lease;
 
 typedef struct {
     PyObject_HEAD
-    int fd;
+    int fd, write_fd;
     int epoll_fd;      /* Where threads of the reactor wait for data. */
     int wake_fd;       /* Wakes one of them. */
     PyObject *peer;    /* Told with each frame that a lease takes. */
@@ -43,6 +56,14 @@ typedef struct {
     lease *lease;        /* That of the thread that reads, or NULL. */
     unsigned long long bytes_sent, bytes_received;
     spinning spins[SPIN_KINDS];
+
+    Py_buffer memory;     /* Of the ring; both directions are NULL without one. */
+    ring_head *in, *out;
+    unsigned char *in_bytes, *out_bytes;
+    uint64_t ring_bytes, taken, put; /* Its size, and this side's own counts, which it believes. */
+    bool has_bell;        /* The socket may have bytes, which only ring, or have ended. */
+    bool awaits_room;     /* The reactor is to be told of room in the ring. */
+    bool is_armed;        /* The reactor's epoll has told nothing since it was armed. */
 } connection;
 
 extern PyTypeObject link_type, lease_type;
@@ -62,7 +83,20 @@ bool links_receive(connection *const *links, Py_ssize_t count);
 int link_submit(const connection *self, PyObject *task);
 int link_hand_over(connection *self);
 /* Arms or pauses the link at the reactor's epoll. */
-void link_arm(const connection *self, bool is_armed);
+void link_arm(connection *self, bool is_armed);
+
+/* Takes memory for a ring, or None; returns 0, or -1 with an exception. */
+int ring_open(connection *self, PyObject *memory, bool is_first);
+/* Both do as sendmsg and recv that do not wait. */
+ssize_t ring_send(connection *self, const struct iovec *pieces, size_t count);
+ssize_t ring_receive(connection *self, void *into, size_t size);
+/* Has the peer ring when it writes; returns whether there is something already. Without a ring: no. */
+bool ring_sleep(connection *self);
+/* Has the peer write without ringing. */
+void ring_wake(connection *self);
+bool ring_has_room(const connection *self);
+/* Has the reactor's epoll tell when the link can be written. */
+void link_arm_writing(connection *self);
 
 bool spin_is_worthwhile(spinning *self);
 /* Looks at links again and again; returns whether anything arrived or ended in time. */

@@ -31,7 +31,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,6 +50,7 @@ _MAGIC = b"weft"
 _CHALLENGE = struct.Struct(f"<4sH{NONCE_BYTES}s")
 _DIALLER, _ACCEPTOR = b"dialler", b"acceptor"
 _DESCRIPTOR = struct.Struct("i")
+_MOST_DESCRIPTORS = 2
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -146,15 +147,19 @@ class Handshake:
         connection.sendall(b"".join(encode_frame(Kind.CHALLENGE, 0, 0, challenge)))
         return handshake
 
-    def send(self, kind: Kind, greeting: Greeting, descriptor: int | None = None) -> None:
-        """Writes ``greeting`` as one frame; a descriptor goes along over a Unix socket only."""
+    def send(self, kind: Kind, greeting: Greeting, descriptors: Sequence[int] = ()) -> None:
+        """Writes ``greeting`` as one frame; descriptors go along over a Unix socket only.
+
+        Where the system refuses to pass descriptors, the greeting goes without them.
+        """
         text = json.dumps(asdict(greeting)).encode()
         opening = self._answer if kind == Kind.HELLO else b""
         proof = self._key.sign(*self._signed(0, kind, text))
         data = b"".join(encode_frame(kind, 0, 0, proof + opening + text))
         self._connection.settimeout(self._remaining_s())
-        if descriptor is not None:
-            data = data[socket.send_fds(self._connection, [data], [descriptor]) :]
+        if descriptors:
+            with contextlib.suppress(OSError):  # Another error recurs below.
+                data = data[socket.send_fds(self._connection, [data], descriptors) :]
         if data:  # Else the peer may have everything and be gone, which is no error here.
             self._connection.sendall(data)
 
@@ -165,8 +170,8 @@ class Handshake:
 
         Args:
             kind: The expected kind of greeting.
-            descriptors: Extended with the descriptor that comes with the greeting, if any, even if
-                an error is raised; the caller must close it. None if no descriptor is expected.
+            descriptors: Extended with the descriptors that come with the greeting, if any, even if
+                an error is raised; the caller must close them. None if none are expected.
 
         Raises:
             NotProven: The peer does not prove that it belongs to this run, or rejects our proof.
@@ -256,7 +261,7 @@ def _receive_with_descriptor(
 ) -> bytes:
     # Not socket.recv_fds, which does not pass the flag on.
     part, ancillary, _, _ = connection.recvmsg(
-        size_bytes, socket.CMSG_LEN(_DESCRIPTOR.size), _CLOSE_ON_EXEC
+        size_bytes, socket.CMSG_LEN(_MOST_DESCRIPTORS * _DESCRIPTOR.size), _CLOSE_ON_EXEC
     )
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

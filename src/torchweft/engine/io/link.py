@@ -8,7 +8,8 @@ Reading. The thread that has claimed the link receives, and appends whole frames
 
 ``native/link.c`` writes and reads in steps that no signal handler interrupts. A frame that exceeds
 its receive buffer is left to the parser in Python. ``PlainStream`` is its plain twin, and writes
-connections with TLS as well.
+connections with TLS as well. Between two processes of one host, a ring in shared memory may carry
+the data: see ``torchweft.engine.io.ring``.
 
 The socket itself blocks; ``MSG_DONTWAIT`` makes a single call non-blocking, and a receive
 timeout lets a blocked reader look at the clock now and then.
@@ -30,6 +31,7 @@ from itertools import islice
 from typing import Any, NoReturn, Protocol
 
 from torchweft import knobs
+from torchweft.engine.io.ring import Ring
 from torchweft.engine.threads import interrupts
 from torchweft.engine.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 from torchweft.engine.wire.messages import Kind
@@ -43,6 +45,7 @@ _IOV_LIMIT = 512
 _DONTWAIT = socket.MSG_DONTWAIT
 _SOCKET_BUFFER_BYTES = 1 << 20
 POLL_S = 0.001
+_QUICK_LOOKS = 50
 
 
 class LinkClosed(ConnectionError):
@@ -189,6 +192,7 @@ class Link:
         when_full: Called, on any thread, when the socket is full: ``flush`` must be called as
             soon as it is writable.
         peer: The peer, which threads with a lease get with each frame.
+        ring: Memory that carries the data instead of the connection, for a link in C.
 
     Attributes:
         native: The connection in C; None in the plain twin.
@@ -204,6 +208,7 @@ class Link:
         parser: FrameParser,
         when_full: Callable[[Link], None],
         peer: object = None,
+        ring: Ring | None = None,
     ) -> None:
         self.incoming: deque[Frame] = deque()
         """Frames that have been read, and not handled."""
@@ -224,14 +229,15 @@ class Link:
         self.read_fd = os.dup(connection.fileno()) if self._keeps else connection.fileno()
         self._write_socket = connection.dup()
         self.write_fd = self._write_socket.fileno()
-        self.native: Any = None if is_plain else self._new_native(peer)
+        self.native: Any = None if is_plain else self._new_native(peer, ring)
+        self._has_ring = self.native is not None and ring is not None
         self._stream: Any = self.native or PlainStream(connection, self._keeps)
         self.claim: Callable[[], bool] = self._stream.claim
         """Takes the right to read, for a thread of the reactor; returns whether it was free."""
         self.unclaim: Callable[[], None] = self._stream.unclaim
         """Gives up the right to read."""
 
-    def _new_native(self, peer: object) -> Any:
+    def _new_native(self, peer: object, ring: Ring | None) -> Any:
         assert native is not None
         # A frame that fits is within all limits; the parser in Python checks the others.
         receive_bytes = min(
@@ -247,6 +253,7 @@ class Link:
             self._keeps,
             max(receive_bytes, HEADER_BYTES),
             knobs.SPIN_S.get(),
+            *(ring or ()),
         )
 
     @property
@@ -278,6 +285,11 @@ class Link:
     def has_queued(self) -> bool:
         """Whether anything waits to be written."""
         return bool(self._stream.has_queued) and not self.is_broken
+
+    @property
+    def arms(self) -> tuple[Callable[[], object] | None, Callable[[], object] | None]:
+        """What has the reactor told of data, and of room; see ``Reactor.watch_reading``."""
+        return (None, None) if self.native is None else (self.native.arm, self.native.await_room)
 
     # Writing
 
@@ -322,12 +334,26 @@ class Link:
         room.register(self.write_fd, select.POLLOUT)
         is_written = False
         try:
+            if self._has_ring:
+                return self._write_rest_to_ring()
             while not is_written and room.poll(SEND_PATIENCE_S * 1e3):
                 is_written = self._stream.write(())
         except BaseException:
             self._when_full(self)
             raise
         return is_written
+
+    def _write_rest_to_ring(self) -> bool:
+        """Writes as room comes: its bell is for the thread that reads."""
+        sent, limit_s, looks = -1, 0.0, 0
+        while not self._stream.write(()):
+            if self.bytes_sent != sent:
+                sent, limit_s, looks = self.bytes_sent, time.monotonic() + SEND_PATIENCE_S, 0
+            elif time.monotonic() > limit_s:
+                return False
+            looks += 1  # A peer that reads has made room before this thread could sleep and wake.
+            time.sleep(POLL_S if looks > _QUICK_LOOKS else 0.0)
+        return True
 
     def _cannot_write(self, error: OSError) -> None:
         self._is_closed = True
@@ -430,7 +456,9 @@ class Link:
         """Receives into the parser's space; returns the number of bytes, 0 if none arrived yet."""
         space = self.parser.space()
         try:
-            if len(space) == 1:
+            if self._has_ring:
+                size = int(self.native.fill(space[0], flags != _DONTWAIT))
+            elif len(space) == 1:
                 size = self._socket.recv_into(space[0], 0, flags)
             else:
                 size = self._socket.recvmsg_into(space[:_IOV_LIMIT], 0, flags)[0]
@@ -467,6 +495,7 @@ class Link:
 
     def abandon(self) -> None:
         """Frees the descriptors in a forked process; its parent keeps the connection."""
+        self._stream.close()
         self._socket.close()
         self._write_socket.close()
         if self._keeps:

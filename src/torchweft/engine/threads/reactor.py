@@ -200,6 +200,8 @@ class Reactor:
         self.epoll_fd = self._epoll.fileno()
         """Where its threads wait for events."""
         self._handlers: dict[int, Callable[[], None]] = {}
+        self._arms: dict[int, Callable[[], object]] = {}
+        """What arms a descriptor, where that is not ``epoll`` alone."""
         self.unarmed: dict[int, int] = {}
         """Descriptors that were left unarmed, for their handlers or the timer thread. Whoever takes
         one out must arm it."""
@@ -284,35 +286,58 @@ class Reactor:
 
     # Descriptors
 
-    def watch_reading(self, fd: int, handler: Callable[[], None]) -> None:
+    def watch_reading(
+        self, fd: int, handler: Callable[[], None], arm: Callable[[], object] | None = None
+    ) -> None:
         """Has ``handler`` called, on one thread, when ``fd`` is readable; then ``fd`` is paused.
 
         If the handler leaves ``fd`` unarmed, the same thread calls it again after the tasks that
         the event brought.
+
+        Args:
+            fd: The descriptor.
+            handler: Called without arguments.
+            arm: Arms ``fd`` at ``epoll_fd``, if that takes more than its next event.
         """
         self._handlers[fd] = handler
         self._epoll.register(fd, _READ)
+        if arm is not None:
+            self._arms[fd] = arm
+            arm()
 
     def resume_reading(self, fd: int) -> None:
         """Arms ``fd`` for one more event."""
+        arm = self._arms.get(fd)
+        if arm is not None:
+            arm()
+            return
         try:
             self._epoll.modify(fd, _READ)
         except (OSError, ValueError):
             pass  # Forgotten or closed meanwhile. ``suppress`` costs more than the call itself.
 
-    def watch_writing(self, fd: int, handler: Callable[[], None]) -> None:
+    def watch_writing(
+        self, fd: int, handler: Callable[[], None], arm: Callable[[], object] | None = None
+    ) -> None:
         """Registers ``fd``; ``handler`` is called once after each ``resume_writing``."""
         self._handlers[fd] = handler
         self._epoll.register(fd, _PAUSED)
+        if arm is not None:
+            self._arms[fd] = arm
 
     def resume_writing(self, fd: int) -> None:
         """Arms ``fd`` for one event when it can be written."""
+        arm = self._arms.get(fd)
+        if arm is not None:
+            arm()
+            return
         with contextlib.suppress(OSError, ValueError):
             self._epoll.modify(fd, _WRITE)
 
     def forget(self, fd: int) -> None:
         """Stops watching ``fd``, before it is closed."""
         self._handlers.pop(fd, None)
+        self._arms.pop(fd, None)
         self.unarmed.pop(fd, 0)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)

@@ -13,12 +13,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchweft import knobs
 from torchweft.engine.channels.channels import Channels, close_all
-from torchweft.engine.io import addresses
+from torchweft.engine.io import addresses, ring
 from torchweft.engine.io.handshake import Greeting, Handshake, check_user, frame_with, new_voucher
 from torchweft.engine.io.link import Link, LinkClosed, shut
 from torchweft.engine.io.session import ResumableLink
@@ -51,6 +51,7 @@ from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.connections import Links
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
+from torchweft.native import native
 from torchweft.secret import Secret
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ from torchweft.engine.protocol.connecting import POSITION, TAKEN, Answer, Verdic
 from torchweft.engine.protocol.strangers import Admission, Admissions, Strangers
 
 REGISTRATION = "registration"
-CAPABILITIES, VERDICT = "capabilities", "verdict"
+CAPABILITIES, VERDICT, RING = "capabilities", "verdict", "ring"
 _DATA_LIMIT_S = 2.0
 """Time limit for making a data connection: a thread with tensors to send waits for it."""
 
@@ -104,6 +105,7 @@ class Connector:
         self.has_secret = has_secret
         self.links = links
         self.channels = channels
+        self.offers_ring = native is not None and not me.is_strict
         self.timeout_s = knobs.CONNECT_TIMEOUT_S.get()
         # In an open group, the dialled worker may not know this worker yet.
         self._registration = {REGISTRATION: me.as_json()} if is_open else {}
@@ -205,14 +207,19 @@ class Connector:
                 connection.close()
                 return
             said = Hello.about(Purpose.LINK, peer.id, offered)
-            answer = self._ask(handshake, said, self.facts(), descriptors)
+            may_ring = offered is None and self.offers_ring
+            answer = self._ask(handshake, said, self.facts() | {RING: may_ring}, descriptors)
+            taken = None
+            if may_ring and answer.facts.get(RING) is True:
+                taken = ring.take(descriptors)
             self.channels.meet(peer, connection, answer.facts.get(CAPABILITIES), descriptors)
             peer.ways.confirm(answer.facts.get(VERDICT))
             if offered is None:
-                verdict = Greeting(self.worker, facts={VERDICT: peer.ways.verdict()})
-                with self.channels.handed_over(connection) as descriptor:
-                    handshake.send(Kind.VERDICT, verdict, descriptor)
-            link = self.install(peer, connection, offered)
+                facts = {VERDICT: peer.ways.verdict(), RING: taken is not None}
+                with self.channels.handed_over(connection) as handed:
+                    given = [handed] if handed is not None else []
+                    handshake.send(Kind.VERDICT, Greeting(self.worker, facts=facts), given)
+            link = self.install(peer, connection, offered, with_ring=taken)
             if offered is not None:
                 send_verdict(peer, link)
         except BaseException:
@@ -419,6 +426,7 @@ class Connector:
         connection: socket.socket,
         terms: Terms | None,
         *,
+        with_ring: ring.Ring | None = None,
         begins_with_verdict: bool = False,
     ) -> Link:
         """Installs a connection as the link to a peer.
@@ -427,11 +435,12 @@ class Connector:
             peer: The peer.
             connection: The connection, after its handshake; owned from here on.
             terms: The terms of the session; None without one.
+            with_ring: What carries the data between processes of one host, if both can.
             begins_with_verdict: Whether the verdict is sent before the messages of other threads,
                 so that the peer can use each channel from its first tensor on. Not for a session,
                 which may break only once it is adopted.
         """
-        link = self.links.make_link(connection, peer, terms)
+        link = self.links.make_link(connection, peer, terms, with_ring)
         if begins_with_verdict:
             send_verdict(peer, link)
         self.links.adopt(peer, link, terms)
@@ -641,25 +650,41 @@ class Acceptor:
         try:
             told = greeting.facts.get(CAPABILITIES)
             self._connector.channels.meet(peer, connection, told, [])
-            self._welcome(connection, handshake, peer)
             is_local = said.terms is None
-            if is_local:
-                self._receive_verdict(connection, handshake, peer, told)
-            self._connector.install(peer, connection, said.terms, begins_with_verdict=is_local)
+            may_ring = is_local and self._connector.offers_ring and greeting.facts.get(RING) is True
+            with ring.offer(is_wanted=may_ring) as (made, descriptors):
+                self._welcome(connection, handshake, peer, descriptors)
+            takes_ring = is_local and self._receive_verdict(connection, handshake, peer, told)
+            self._connector.install(
+                peer,
+                connection,
+                said.terms,
+                with_ring=made if takes_ring else None,
+                begins_with_verdict=is_local,
+            )
         except BaseException:
             with peer.state_lock:
                 peer.connecting.accept_failed()
             raise
 
-    def _welcome(self, connection: socket.socket, handshake: Handshake, peer: Peer) -> None:
-        facts = self._connector.facts(verdict=peer.ways.verdict())
-        with self._connector.channels.handed_over(connection) as descriptor:
-            handshake.send(Kind.WELCOME, Greeting(self._connector.worker, facts=facts), descriptor)
+    def _welcome(
+        self,
+        connection: socket.socket,
+        handshake: Handshake,
+        peer: Peer,
+        of_ring: Sequence[int] = (),
+    ) -> None:
+        facts = self._connector.facts(verdict=peer.ways.verdict()) | {RING: bool(of_ring)}
+        with self._connector.channels.handed_over(connection) as handed:
+            given = [*([] if handed is None else [handed]), *of_ring]
+            handshake.send(Kind.WELCOME, Greeting(self._connector.worker, facts=facts), given)
 
     def _receive_verdict(
         self, connection: socket.socket, handshake: Handshake, peer: Peer, told: object
-    ) -> None:
+    ) -> bool:
         """Receives the dialler's verdict, and the descriptor that comes with it over Unix sockets.
+
+        Returns whether the dialler has taken the ring.
 
         Over TCP, the verdict arrives over the link, where the agent handles it.
         """
@@ -670,6 +695,7 @@ class Acceptor:
         finally:
             close_all(descriptors)
         peer.ways.confirm(answer.facts.get(VERDICT))
+        return answer.facts.get(RING) is True
 
     # Further connections
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torchweft import knobs
 from torchweft.engine.channels.memory import BufferPool
 from torchweft.engine.io.link import Link, LinkClosed
+from torchweft.engine.io.ring import Ring
 from torchweft.engine.io.session import ResumableLink, keep_alive, position_in, probe_interval_s
 from torchweft.engine.protocol.connecting import (
     FAREWELL_BYTES,
@@ -125,7 +126,13 @@ class Links:
         with self._lock:
             return sum_of([self._ended_traffic, *map(_traffic_of, self._links)])
 
-    def make_link(self, connection: socket.socket, peer: Peer, terms: Terms | None) -> Link:
+    def make_link(
+        self,
+        connection: socket.socket,
+        peer: Peer,
+        terms: Terms | None,
+        ring: Ring | None = None,
+    ) -> Link:
         """Wraps a connected socket; with terms, in a session."""
         parser = FrameParser(
             self._pool.lease,
@@ -134,7 +141,7 @@ class Links:
             knobs.FRAME_LIMIT_BYTES.get(),
         )
         if terms is None:
-            link = Link(connection, parser, self._when_full, peer)
+            link = Link(connection, parser, self._when_full, peer, ring)
         else:
             keep_alive(connection, self.patience.detection_s)
             on_break = functools.partial(self._on_break, peer)
@@ -200,9 +207,10 @@ class Links:
         bound, receiver, reactor = functools.partial, self._receiver, self._reactor
         if link.native is not None:
             hand_over = reactor.urgent.append, (receiver.take_over, peer, link)
-            link.native.watch(reactor.epoll_fd, reactor.wake_fd, *hand_over)
-        reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
-        reactor.watch_reading(link.read_fd, bound(receiver.on_readable, peer, link))
+            link.native.watch(reactor.epoll_fd, link.write_fd, reactor.wake_fd, *hand_over)
+        arm, await_room = link.arms
+        reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link), await_room)
+        reactor.watch_reading(link.read_fd, bound(receiver.on_readable, peer, link), arm)
         if link.is_broken:
             self.pause(link)  # Race: the link broke, and was paused before it was watched.
 

@@ -191,7 +191,7 @@ def hand_over(channels: Channels, pair: tuple[socket.socket, socket.socket]) -> 
     descriptors: list[int] = []
     dialler, acceptor = greeted(pair)
     with channels.handed_over(pair[0]) as descriptor:
-        acceptor.send(Kind.WELCOME, Greeting(1), descriptor)
+        acceptor.send(Kind.WELCOME, Greeting(1), [] if descriptor is None else [descriptor])
     assert dialler.receive(Kind.WELCOME, descriptors).worker == 1
     return descriptors
 
@@ -247,7 +247,7 @@ def test_a_descriptor_that_comes_with_a_refused_greeting_is_the_caller_s(
     descriptors: list[int] = []
     dialler, acceptor = greeted(pair, dialler_key=Secret(b"the key of another run"))
     with ours.handed_over(pair[0]) as descriptor:
-        acceptor.send(Kind.WELCOME, Greeting(1), descriptor)
+        acceptor.send(Kind.WELCOME, Greeting(1), [] if descriptor is None else [descriptor])
     with pytest.raises(NotProven, match="another run"):
         dialler.receive(Kind.WELCOME, descriptors)
     assert len(descriptors) == 1

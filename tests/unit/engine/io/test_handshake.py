@@ -87,7 +87,7 @@ def test_a_descriptor_goes_only_over_unix_sockets(family: str) -> None:
     with ours, theirs, open("/dev/null") as file:
         dialler, acceptor = begin((ours, theirs))
         descriptors: list[int] = []
-        dialler.send(Kind.HELLO, HELLO, file.fileno() if family == "unix" else None)
+        dialler.send(Kind.HELLO, HELLO, [file.fileno()] if family == "unix" else [])
         assert acceptor.receive(Kind.HELLO, descriptors) == HELLO
         assert len(descriptors) == (family == "unix")
         for descriptor in descriptors:

@@ -60,7 +60,7 @@ class End:
         )
 
     def watch(self) -> End:
-        self.link.watch(self.epoll.fileno(), self.wake_fd, self.tasks.append, "look at it")
+        self.link.watch(self.epoll.fileno(), -1, self.wake_fd, self.tasks.append, "look at it")
         return self
 
     def arrives(self, kind: Kind, number: int, control: bytes = b"") -> None:

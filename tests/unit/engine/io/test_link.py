@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from tests.unit.engine.io.secure.meeting import tcp_pair
 from torchweft import knobs
 from torchweft.engine.io import link
 from torchweft.engine.io.link import Link, LinkClosed
+from torchweft.engine.io.ring import MEMORY_BYTES, Ring
 from torchweft.engine.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.errors import ProtocolError
 from torchweft.native import native
@@ -32,11 +34,11 @@ class End(NamedTuple):
     is_full: threading.Event
 
 
-def new_end(connection: socket.socket, twin: str) -> End:
+def new_end(connection: socket.socket, twin: str, ring: Ring | None = None) -> End:
     is_full = threading.Event()
     parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 24, 1 << 26)
     with links_of(twin):
-        return End(Link(connection, parser, lambda link: is_full.set(), "peer"), is_full)
+        return End(Link(connection, parser, lambda link: is_full.set(), "peer", ring), is_full)
 
 
 @contextlib.contextmanager
@@ -51,10 +53,16 @@ def links_of(twin: str) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["unix", "tcp"])
+@pytest.fixture(params=["unix", "tcp", "ring"])
 def ends(request: pytest.FixtureRequest, twin: str) -> Iterator[tuple[End, End]]:
-    first, second = socket.socketpair() if request.param == "unix" else tcp_pair()
-    one, other = new_end(first, twin), new_end(second, twin)
+    rings: tuple[Ring | None, Ring | None] = None, None
+    if request.param == "ring":
+        if twin == "plain":
+            pytest.skip("the plain twin offers no ring")
+        memory = mmap.mmap(-1, MEMORY_BYTES)
+        rings = Ring(memory, True), Ring(memory, False)
+    first, second = tcp_pair() if request.param == "tcp" else socket.socketpair()
+    one, other = new_end(first, twin, rings[0]), new_end(second, twin, rings[1])
     yield one, other
     one.link.close()
     other.link.close()
@@ -76,6 +84,21 @@ def send_often(link: Link) -> None:
     """Sends repeatedly, so that the link notices the end of its connection."""
     for _ in range(1000):
         link.send(frame_parts(1, b"x" * 10_000), may_block=False)
+
+
+def send_bytes(link: Link, *pieces: bytes) -> threading.Thread:
+    """Has another thread write bytes that are no whole frames."""
+
+    def write() -> None:
+        for piece in pieces:
+            is_written = link._stream.write((piece,))
+            while not is_written:
+                time.sleep(0.0001)
+                is_written = link._stream.write(())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    return writer
 
 
 class Reader(threading.Thread):
@@ -124,20 +147,15 @@ def test_a_thread_that_must_not_block_leaves_the_rest_to_flush(ends: tuple[End, 
 def test_one_read_waits_for_the_rest_of_a_large_frame(ends: tuple[End, End]) -> None:
     one, other = ends
     data = b"".join(frame_parts(1, b"", b"x" * 300_000))
-    to_other = one.link._socket
-    to_other.sendall(data[:10_000])
+    first = send_bytes(one.link, data[:10_000])
     with reading(other.link):
         while other.link.parser.large is None:
             assert received(other.link, may_block=False) == []
-
-        def send_in_pieces() -> None:
-            for start in range(10_000, len(data), 50_000):
-                to_other.sendall(data[start : start + 50_000])
-
         while other.link.bytes_received < 10_000:
             received(other.link, may_block=False)
-        writer = threading.Thread(target=send_in_pieces)
-        writer.start()
+        first.join(LIMIT_S)
+        pieces = [data[start : start + 50_000] for start in range(10_000, len(data), 50_000)]
+        writer = send_bytes(one.link, *pieces)
         frames = received(other.link, may_block=True)
         writer.join(LIMIT_S)
     assert [bytes(buffer) for buffer in frames[0].buffers] == [b"x" * 300_000]
@@ -148,15 +166,17 @@ def test_a_peer_that_stops_within_a_large_frame_holds_a_reader_for_a_tick(
 ) -> None:
     one, other = ends
     data = b"".join(frame_parts(1, b"", b"x" * 300_000))
-    one.link._socket.sendall(data[:100_000])
+    first = send_bytes(one.link, data[:100_000])
     with reading(other.link):
         while other.link.bytes_received < 100_000:
             assert received(other.link, may_block=True) == []
+        first.join(LIMIT_S)
         began_s = time.monotonic()
         assert received(other.link, may_block=True) == []
         assert time.monotonic() - began_s < LIMIT_S / 4
-        one.link._socket.sendall(data[100_000:])
+        rest = send_bytes(one.link, data[100_000:])
         assert len(received(other.link, may_block=True)) == 1
+        rest.join(LIMIT_S)
 
 
 def flush_until_written(end: End) -> None:

@@ -50,9 +50,9 @@ def test_a_connection_that_breaks_while_it_is_being_watched_is_not_watched(
     member.agent.links.pause(link)
     watch: Callable[..., None] = getattr(reactor, step)
 
-    def break_first(fd: int, handler: Callable[[], None]) -> None:
+    def break_first(*watched: object) -> None:
         link.break_off("it broke")
-        watch(fd, handler)
+        watch(*watched)
 
     monkeypatch.setattr(reactor, step, break_first)
     member.agent.links._watch(member.peer(other), link)

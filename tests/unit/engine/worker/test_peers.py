@@ -17,6 +17,7 @@ from torchweft.engine.channels.channels import Channels
 from torchweft.engine.io.addresses import UnixAddress, dial, listen_unix
 from torchweft.engine.io.handshake import Greeting, Handshake
 from torchweft.engine.io.link import Link
+from torchweft.engine.io.ring import Ring
 from torchweft.engine.io.session import ResumableLink
 from torchweft.engine.protocol.connecting import (
     HandshakeTimeout,
@@ -82,10 +83,12 @@ class Side:
             for side in sides
         ]
 
-    def make_link(self, connection: socket.socket, peer: Peer, terms: Terms | None) -> Link:
+    def make_link(
+        self, connection: socket.socket, peer: Peer, terms: Terms | None, ring: Ring | None
+    ) -> Link:
         assert terms is None, "over a Unix socket there is no session"
         parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 20, 1 << 20)
-        return Link(connection, parser, lambda link: None)
+        return Link(connection, parser, lambda link: None, None, ring)
 
     def adopt(self, peer: Peer, link: Link, terms: Terms | None) -> None:
         self.links.append(link)
