@@ -118,7 +118,7 @@ sanitize: $(VENV)/.installed-fuzz
 	    tests/unit/engine/io/test_ring.py \
 	    tests/unit/rpc/test_decoding.py tests/unit/rpc/test_replies.py \
 	    tests/unit/engine/io/test_resumable.py
-	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames messages --engine mutational \
+	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames ring messages --engine mutational \
 	    $(or $(ARGS),--frames 20000)
 
 WHOLE_PROGRAMS := tests/end_to_end tests/contract/end_to_end

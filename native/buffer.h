@@ -12,39 +12,23 @@
 #error "the wire format is little-endian, and this code copies numbers as they are"
 #endif
 
-enum { BUFFER_OWN_BYTES = 1024 };
+enum { BUFFER_BYTES = 256 }; /* Most messages need no second allocation. */
 
-/* Small contents stay in `own`, so that most messages need no allocation. */
+/* Empty if all is 0; the owner of a buffer frees `data` with PyMem_Free. */
 typedef struct {
     unsigned char *data;
     size_t size, capacity;
-    unsigned char own[BUFFER_OWN_BYTES];
 } buffer;
-
-static inline void buffer_init(buffer *into)
-{
-    into->data = into->own;
-    into->size = 0;
-    into->capacity = BUFFER_OWN_BYTES;
-}
-
-static inline void buffer_free(buffer *from)
-{
-    if (from->data != from->own)
-        PyMem_Free(from->data);
-}
 
 /* Makes room for `more` bytes and counts them; returns where they begin, or NULL with an error. */
 static inline unsigned char *buffer_extend(buffer *into, size_t more)
 {
     if (more > into->capacity - into->size) {
-        bool fits = more <= (size_t)PY_SSIZE_T_MAX / 2 - into->size;
-        size_t capacity = fits ? 2 * (into->size + more) : 0;
-        unsigned char *grown = fits ? PyMem_Malloc(capacity) : NULL;
+        bool fits = more <= (size_t)PY_SSIZE_T_MAX / 2 - BUFFER_BYTES - into->size;
+        size_t capacity = 2 * (into->size + more) + BUFFER_BYTES;
+        unsigned char *grown = fits ? PyMem_Realloc(into->data, capacity) : NULL;
         if (grown == NULL)
             return (unsigned char *)PyErr_NoMemory();
-        memcpy(grown, into->data, into->size);
-        buffer_free(into);
         into->data = grown;
         into->capacity = capacity;
     }

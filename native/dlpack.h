@@ -43,16 +43,12 @@ typedef struct dlpack_managed {
     dlpack_tensor tensor;
 } dlpack_managed;
 
-typedef struct dlpack_header {
-    dlpack_version version;
-    struct dlpack_header *previous;
-} dlpack_header;
-
 /* Functions return 0, or -1 with a Python exception set. Those with "no_sync" do not wait for a
  * device. `borrow` fills in a view that is valid for as long as the object lives unchanged.
  * `to_object` takes the ownership of the managed tensor over if it succeeds. */
 typedef struct {
-    dlpack_header header;
+    dlpack_version version;
+    void *previous; /* A table of an older version. */
     void *allocate;
     int (*managed_of)(void *object, dlpack_managed **out);
     int (*to_object)(dlpack_managed *tensor, void **out);

@@ -1,30 +1,26 @@
-/* A lease: the right of one thread to read some links, while it waits for messages on them.
+/* A lease: the right of one thread to read a link, while it waits for messages on it.
  *
  * A thread that waits reads its answer itself, so that no other thread has to be woken. What else
- * arrives goes to `add_frame` of its link, and a thread of the reactor is told.
+ * arrives goes to `add_frame` of the link, and a thread of the reactor is told.
  *
  * A signal handler, or a finalizer, may itself wait in the same thread. The leases that the thread
  * had before then end, and what they held is read by the reactor. While a handler runs within a wait,
- * the reactor reads the links as well.
+ * the reactor reads the link as well.
  *
  * An answer is delivered once: in the same step, the lease comes to owe a task, which completes the
  * call. `settle` says that this was done. A lease that ends before, as a signal handler has raised,
  * has a thread of the reactor run the task.
  */
-#define _GNU_SOURCE
 #include "link.h"
 
-#include <errno.h>
 #include <poll.h>
 #include <unistd.h>
 
-enum { MOST_LINKS = 8 };
 enum { TAKEN = 1, NOTHING = 0, ENDED = -1 };
 
 struct lease {
     PyObject_HEAD
-    Py_ssize_t count; /* Of links; 0 once it has ended. */
-    connection *links[MOST_LINKS];
+    connection *link; /* NULL once the lease has ended. */
     unsigned long thread;
     unsigned long long kinds, number; /* What it waits for: any of these kinds, with this number. */
     PyObject *into, *then;            /* Where that goes; NULL while it does not wait. */
@@ -35,47 +31,30 @@ struct lease {
 
 static lease *all_leases;
 
-static bool holds_all(const lease *self)
-{
-    bool is_held = self->count > 0;
-    for (Py_ssize_t place = 0; place < self->count; place++)
-        is_held &= self->links[place]->lease == self;
-    return is_held;
-}
-
-/* Gives up the links, to threads of the reactor; returns 0, or -1 with an exception. */
+/* Gives up the link, to threads of the reactor; returns 0, or -1 with an exception. */
 static int give_up(lease *self, bool leaves_unarmed)
 {
-    int status = 0;
-    for (Py_ssize_t place = 0; place < self->count; place++) {
-        connection *each = self->links[place];
-        if (each->lease != self)
-            continue;
-        each->lease = NULL;
-        if (!leaves_unarmed)
-            link_arm(each, true);
-        if (each->must_read)
-            status |= link_hand_over(each);
-    }
-    return status;
+    connection *link = self->link;
+    if (link == NULL || link->lease != self)
+        return 0;
+    link->lease = NULL;
+    if (!leaves_unarmed)
+        link_arm(link, true);
+    return link->must_read ? link_hand_over(link) : 0;
 }
 
-/* Takes the links, unless another thread reads one, or no thread of the reactor can be reached yet;
+/* Takes the link, unless another thread reads it, or no thread of the reactor can be reached yet;
  * returns whether it did. */
-static bool take_all(lease *self)
+static bool take(lease *self)
 {
-    for (Py_ssize_t place = 0; place < self->count; place++) {
-        const connection *each = self->links[place];
-        if (each->is_claimed || each->is_closed || each->is_broken || each->is_large || each->lease
-            || each->add_task == NULL)
-            return false;
-    }
-    for (Py_ssize_t place = 0; place < self->count; place++) {
-        self->links[place]->lease = self;
-        if (self->links[place]->in == NULL)
-            link_arm(self->links[place], false);
-        ring_wake(self->links[place]); /* The peer does not ring, so there is no event. */
-    }
+    connection *link = self->link;
+    if (link->is_claimed || link->is_closed || link->is_broken || link->is_large || link->lease ||
+        link->add_task == NULL)
+        return false;
+    link->lease = self;
+    if (link->in == NULL)
+        link_arm(link, false);
+    ring_wake(link); /* The peer does not ring, so there is no event. */
     return true;
 }
 
@@ -85,56 +64,47 @@ static void end(lease *self, bool leaves_unarmed)
     PyErr_Fetch(&type, &value, &traceback);
     if (give_up(self, leaves_unarmed))
         PyErr_WriteUnraisable((PyObject *)self);
-    if (self->owed != NULL && self->count > 0 && link_submit(self->links[0], self->owed))
+    if (self->owed != NULL && self->link != NULL && link_submit(self->link, self->owed))
         PyErr_WriteUnraisable((PyObject *)self);
-    for (Py_ssize_t place = self->count; place > 0; place--)
-        Py_CLEAR(self->links[place - 1]);
-    self->count = 0;
+    Py_CLEAR(self->link);
     Py_CLEAR(self->owed);
     Py_CLEAR(self->into);
     Py_CLEAR(self->then);
     PyErr_Restore(type, value, traceback);
 }
 
-/* Lease.take(links): returns a lease, or None if another thread reads one of the links. */
-static PyObject *lease_take(PyObject *type, PyObject *links)
+/* Lease.take(link): returns a lease, or None if another thread reads the link. */
+static PyObject *lease_take(PyObject *type, PyObject *link)
 {
-    Py_ssize_t count = PyTuple_Check(links) ? PyTuple_GET_SIZE(links) : 0;
-    if (count < 1 || count > MOST_LINKS)
-        Py_RETURN_NONE;
-    for (Py_ssize_t place = 0; place < count; place++)
-        if (!PyObject_TypeCheck(PyTuple_GET_ITEM(links, place), &link_type))
-            return PyErr_Format(PyExc_TypeError, "a lease is one of links");
+    if (!PyObject_TypeCheck(link, &link_type))
+        return PyErr_Format(PyExc_TypeError, "a lease is one of a link");
     lease *self = (lease *)((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
     if (self == NULL)
         return NULL;
     self->thread = PyThread_get_thread_ident();
+    int status = 0;
     for (lease *each = all_leases; each != NULL; each = each->next)
-        if (each->thread == self->thread && give_up(each, false)) {
-            Py_DECREF(self);
-            return NULL;
-        }
+        if (each->thread == self->thread)
+            status |= give_up(each, false);
     self->next = all_leases;
     all_leases = self;
-    for (; self->count < count; self->count++)
-        self->links[self->count] = (connection *)Py_NewRef(PyTuple_GET_ITEM(links, self->count));
-    if (take_all(self))
+    self->link = (connection *)Py_NewRef(link);
+    if (!status && take(self))
         return (PyObject *)self;
     Py_DECREF(self);
+    if (status)
+        return NULL;
     Py_RETURN_NONE;
 }
 
-int lease_deliver(lease *self, const connection *from, PyObject *frame)
+int lease_deliver(lease *self, PyObject *frame)
 {
     long kind = PyLong_AsLong(PyTuple_GET_ITEM(frame, 0));
     uint64_t number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame, 2));
     if (self->into == NULL || self->number != number || kind > 63 || !(self->kinds >> kind & 1))
         return 0;
     if (PyList_Check(self->into)) {
-        PyObject *item = PyTuple_Pack(2, from->peer, frame);
-        int status = item == NULL ? -1 : PyList_Append(self->into, item);
-        Py_XDECREF(item);
-        if (status)
+        if (PyList_Append(self->into, frame))
             return -1;
     } else {
         if (self->has_taken)
@@ -157,69 +127,52 @@ static int take_frames(connection *from)
 }
 
 /* Sleeps until there is data, or for a moment; returns what poll does, or 0 if it was woken. */
-static int sleep_until_data(const lease *self, int wake_fd, double left_s)
+static int sleep_until_data(connection *link, int wake_fd, double left_s)
 {
-    struct pollfd fds[MOST_LINKS + 1];
-    nfds_t count = 0;
-    for (; count < (nfds_t)self->count; count++) {
-        connection *each = self->links[count];
-        if (each->is_armed)
-            link_arm(each, false); /* A bell shall wake this thread only. */
-        fds[count] = (struct pollfd){.fd = each->fd, .events = POLLIN};
-        fds[count].events |= ring_sleep(each) ? POLLOUT : 0; /* It is due at once. */
-    }
-    fds[count++] = (struct pollfd){.fd = wake_fd, .events = POLLIN};
+    struct pollfd fds[] = {{.fd = link->fd, .events = POLLIN}, {.fd = wake_fd, .events = POLLIN}};
+    if (link->is_armed)
+        link_arm(link, false); /* A bell shall wake this thread only. */
+    if (ring_sleep(link))
+        fds[0].events |= POLLOUT; /* It is due at once. */
     int ready, limit_ms = left_s * 1e3 < TICK_MS ? (int)(left_s * 1e3) + 1 : TICK_MS;
     Py_BEGIN_ALLOW_THREADS
-    ready = poll(fds, count, limit_ms);
+    ready = poll(fds, 2, limit_ms);
     Py_END_ALLOW_THREADS
-    for (Py_ssize_t place = 0; place < self->count; place++) {
-        ring_wake(self->links[place]);
-        self->links[place]->has_bell |= fds[place].revents != 0;
-    }
+    ring_wake(link);
+    link->has_bell |= fds[0].revents != 0;
     uint64_t wakes;
-    if (ready > 0 && fds[count - 1].revents)
+    if (ready > 0 && fds[1].revents)
         return read(wake_fd, &wakes, sizeof wakes) < 0 ? -1 : 0;
     return ready;
-}
-
-/* Runs signal handlers, if any are due, while the reactor has the links. Returns 0, 1 if the links
- * were not had back, or -1 with an exception. */
-static int run_handlers(lease *self)
-{
-    if (give_up(self, false) || PyErr_CheckSignals())
-        return -1;
-    return self->count > 0 && take_all(self) ? 0 : 1;
 }
 
 /* Waits as `wait` says; returns TAKEN, NOTHING, ENDED, or -2 with an exception. */
 static int wait_for_frames(lease *self, spinning *policy, double limit_s, int wake_fd)
 {
     double tick_s = monotonic_s() + 1e-3 * TICK_MS;
+    connection *link = self->link;
     for (;;) {
-        bool ended = false, is_any = links_look(self->links, self->count, policy);
+        if (link_look(link, policy) && take_frames(link))
+            return -2;
         policy = NULL;
-        for (Py_ssize_t place = 0; place < self->count; place++) {
-            if (is_any && take_frames(self->links[place]))
-                return -2;
-            ended |= self->links[place]->has_ended || self->links[place]->must_read;
-        }
-        if (self->has_taken || ended)
+        link->must_read |= link->awaits_room && ring_room(link);
+        if (self->has_taken || link->has_ended || link->must_read)
             return self->has_taken ? TAKEN : ENDED;
         double left_s = limit_s - monotonic_s();
         if (left_s <= 0)
             return NOTHING;
-        int ready = sleep_until_data(self, wake_fd, left_s);
+        int ready = sleep_until_data(link, wake_fd, left_s);
         if (ready > 0 && monotonic_s() < tick_s)
             continue; /* Not for ever: messages for others may come again and again. */
-        /* While handlers ran, the reactor may have read what this thread waits for. */
-        int status = run_handlers(self);
-        return status < 0 ? -2 : status ? ENDED : NOTHING;
+        /* While handlers run, the reactor has the link, and may read what this thread waits for. */
+        if (give_up(self, false) || PyErr_CheckSignals())
+            return -2;
+        return self->link != NULL && take(self) ? NOTHING : ENDED;
     }
 }
 
 /* wait(kinds, number, into, then, spins, limit_s, wake_fd): waits for messages of a bit set of kinds
- * with a number. `into` is a list, which gets pairs of peer and frame, or has an attribute `frame`.
+ * with a number. `into` is a list, which gets the frames, or has an attribute `frame`.
  *
  * Spins first, unless `spins` is -1; sleeps until `limit_s`, for a tick at most; not at all if that
  * is 0. Returns 1 if anything was taken, 0 if not, -1 if another thread has to read a link. */
@@ -232,14 +185,14 @@ static PyObject *lease_wait(lease *self, PyObject *arguments)
     if (!PyArg_ParseTuple(arguments, "KKOOidi", &kinds, &number, &into, &then, &spins, &limit_s,
                           &wake_fd))
         return NULL;
-    if (!holds_all(self) || spins >= SPIN_KINDS)
+    if (self->link == NULL || self->link->lease != self || spins >= SPIN_KINDS)
         return PyLong_FromLong(ENDED);
     self->kinds = kinds;
     self->number = number;
     self->has_taken = false;
     Py_XSETREF(self->into, Py_NewRef(into));
     Py_XSETREF(self->then, Py_NewRef(then));
-    spinning *policy = spins < 0 ? NULL : &self->links[0]->spins[spins];
+    spinning *policy = spins < 0 ? NULL : &self->link->spins[spins];
     int outcome = wait_for_frames(self, policy, limit_s, wake_fd);
     Py_CLEAR(self->into);
     Py_CLEAR(self->then);
@@ -271,19 +224,8 @@ static PyObject *lease_release(lease *self, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static int lease_traverse(lease *self, visitproc visit, void *arg)
-{
-    for (Py_ssize_t place = 0; place < self->count; place++)
-        Py_VISIT(self->links[place]);
-    Py_VISIT(self->into);
-    Py_VISIT(self->then);
-    Py_VISIT(self->owed);
-    return 0;
-}
-
 static void lease_dealloc(lease *self)
 {
-    PyObject_GC_UnTrack(self);
     end(self, false);
     for (lease **each = &all_leases; *each != NULL; each = &(*each)->next)
         if (*each == self) {
@@ -305,10 +247,9 @@ static PyMethodDef methods[] = {
 PyTypeObject lease_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "torchweft._native.Lease",
-    .tp_doc = "The right of one thread to read some links: see torchweft/engine/worker/calls.py.",
+    .tp_doc = "The right of one thread to read a link: see torchweft/engine/worker/calls.py.",
     .tp_basicsize = sizeof(lease),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_flags = Py_TPFLAGS_DEFAULT, /* Its end drops all that it refers to. */
     .tp_dealloc = (destructor)lease_dealloc,
-    .tp_traverse = (traverseproc)lease_traverse,
     .tp_methods = methods,
 };

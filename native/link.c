@@ -7,129 +7,98 @@
  *
  * A link that keeps what it wrote belongs to a session: see torchweft/engine/wire/session.py.
  */
-#define _GNU_SOURCE
 #include "link.h"
 
 #include <errno.h>
-#include <limits.h>
-#include <poll.h>
 #include <structmember.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 enum { HEADER_BYTES = 16, MOST_PIECES = 64, LONG_COPY_BYTES = 1 << 15 };
 
 /* ---------------------------------------------------------------------------------- Writing */
 
-static void drop_first(connection *self)
+/* Drops the first pieces; returns 0, or -1 with an exception. Pieces that end may run code. */
+static int drop(connection *self, Py_ssize_t count)
 {
-    Py_buffer *first = &self->parts[self->begin++];
-    self->front += (unsigned long long)first->len;
-    PyBuffer_Release(first);
-}
-
-static void drop_all(connection *self)
-{
-    while (self->begin < self->end)
-        drop_first(self);
-    self->begin = self->unsent = self->end = 0;
-    self->unsent_offset = 0;
-}
-
-/* Makes room for `more` parts behind the others; returns 0, or -1 with an exception. */
-static int reserve(connection *self, size_t more)
-{
-    if (self->begin > 0 && self->begin >= self->end - self->begin) {
-        memmove(self->parts, self->parts + self->begin,
-                (self->end - self->begin) * sizeof *self->parts);
-        self->end -= self->begin;
-        self->unsent -= self->begin;
-        self->begin = 0;
-    }
-    if (self->capacity - self->end >= more)
+    self->kept -= count;
+    if (count == 0 || !PyList_SetSlice(self->parts, 0, count, NULL))
         return 0;
-    size_t capacity = 2 * (self->end + more);
-    Py_buffer *grown = PyMem_Realloc(self->parts, capacity * sizeof *grown);
-    if (grown == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    self->parts = grown;
-    self->capacity = capacity;
-    return 0;
+    self->kept += count;
+    return -1;
+}
+
+static int drop_all(connection *self)
+{
+    self->kept += self->queued;
+    self->queued = 0;
+    self->unsent_offset = 0;
+    return drop(self, self->kept);
+}
+
+static unsigned long long length_of(const connection *self, Py_ssize_t place)
+{
+    return (unsigned long long)PyObject_Size(PyList_GET_ITEM(self->parts, place));
 }
 
 /* Queues all pieces of a message, or none; returns 0, or -1 with an exception. */
 static int queue_message(connection *self, PyObject *message)
 {
-    PyObject *pieces = PySequence_Fast(message, "a message is a list of buffers");
-    if (pieces == NULL)
+    Py_ssize_t before = self->kept + self->queued;
+    if (PyList_SetSlice(self->parts, before, before, message))
         return -1;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(pieces);
-    int status = reserve(self, (size_t)count);
-    size_t before = self->end;
-    for (Py_ssize_t place = 0; !status && place < count; place++) {
-        Py_buffer *into = &self->parts[self->end];
-        status = PyObject_GetBuffer(PySequence_Fast_GET_ITEM(pieces, place), into, PyBUF_SIMPLE);
-        if (!status && into->len == 0)
-            PyBuffer_Release(into);
-        else if (!status)
-            self->position += (unsigned long long)self->parts[self->end++].len;
-    }
-    Py_DECREF(pieces);
-    while (status && self->end > before) {
-        self->position -= (unsigned long long)self->parts[--self->end].len;
-        PyBuffer_Release(&self->parts[self->end]);
-    }
-    return status;
+    self->queued = PyList_GET_SIZE(self->parts) - self->kept;
+    for (Py_ssize_t place = before; place < self->kept + self->queued; place++)
+        self->position += length_of(self, place);
+    return 0;
 }
 
-/* Notes bytes as written. */
-static void advance(connection *self, size_t size)
+/* Notes bytes as written; returns 0, or -1 with an exception. */
+static int advance(connection *self, size_t size)
 {
     self->bytes_sent += size;
-    while (size > 0) {
-        size_t left = (size_t)self->parts[self->unsent].len - self->unsent_offset;
-        if (size < left) {
-            self->unsent_offset += size;
-            return;
-        }
-        size -= left;
-        self->unsent_offset = 0;
-        self->unsent++;
-        if (!self->keeps)
-            drop_first(self);
+    self->unsent_offset += size;
+    while (self->queued > 0 && self->unsent_offset >= length_of(self, self->kept)) {
+        self->unsent_offset -= length_of(self, self->kept++);
+        self->queued--;
     }
+    return self->keeps ? 0 : drop(self, self->kept);
 }
 
-/* Writes some of the queue without waiting; returns what sendmsg does. */
+/* Writes some of the queue without waiting; returns what sendmsg does, or -2 with an exception. */
 static ssize_t write_some(connection *self)
 {
     struct iovec pieces[MOST_PIECES];
-    size_t count = 0, size = 0, offset = self->unsent_offset;
-    for (size_t at = self->unsent; at < self->end && count < MOST_PIECES; at++, offset = 0) {
-        Py_buffer *bytes = &self->parts[at];
-        pieces[count].iov_base = (char *)bytes->buf + offset;
-        pieces[count].iov_len = (size_t)bytes->len - offset;
-        size += pieces[count++].iov_len;
+    Py_buffer views[MOST_PIECES];
+    size_t size = 0, skipped = self->unsent_offset, count = 0;
+    ssize_t written = -2;
+    for (; count < (size_t)self->queued && count < MOST_PIECES; count++, skipped = 0) {
+        PyObject *piece = PyList_GET_ITEM(self->parts, self->kept + (Py_ssize_t)count);
+        if (PyObject_GetBuffer(piece, &views[count], PyBUF_SIMPLE))
+            goto release;
+        pieces[count].iov_base = (char *)views[count].buf + skipped;
+        pieces[count].iov_len = (size_t)views[count].len - skipped;
+        size += pieces[count].iov_len;
     }
     struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
     PyThreadState *state = size < LONG_COPY_BYTES ? NULL : PyEval_SaveThread();
-    ssize_t written = self->out != NULL
-        ? ring_send(self, pieces, count) : sendmsg(self->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    written = self->out != NULL ? ring_send(self, pieces, count, size)
+                                : sendmsg(self->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     int error = errno;
     if (state != NULL)
         PyEval_RestoreThread(state);
     errno = error;
+release:
+    while (count-- > 0)
+        PyBuffer_Release(&views[count]);
     return written;
 }
 
 /* write(message): queues a message, and writes what is queued.
  *
- * Returns False if the socket or the ring is full: then write again when there is room. OSError: the connection
- * has ended; a session keeps what is not written. */
+ * Returns False if the socket or the ring is full: then write again when there is room. OSError: the
+ * connection has ended; a session keeps what is not written. */
 static PyObject *link_write(connection *self, PyObject *message)
 {
     if (queue_message(self, message))
@@ -137,20 +106,28 @@ static PyObject *link_write(connection *self, PyObject *message)
     if (self->is_writing || self->is_broken)
         Py_RETURN_TRUE; /* The writer, or the thread that mends the connection, takes it along. */
     self->is_writing = true;
-    int error = 0;
-    while (self->unsent < self->end && !self->is_broken && !self->is_closed && !error) {
+    int error = 0, status = 0;
+    while (self->queued > 0 && !self->is_broken && !self->is_closed && !error && !status) {
         ssize_t written = write_some(self);
         if (written >= 0)
-            advance(self, (size_t)written);
+            status = advance(self, (size_t)written);
+        else if (written < -1)
+            status = -1;
         else if (errno != EINTR)
             error = errno;
+        /* Whatever room comes after this look is told by a bell that no thread has heard yet. */
+        self->awaits_room = error == EAGAIN && self->out != NULL;
+        if (self->awaits_room && ring_room(self))
+            error = 0;
     }
     self->is_writing = false;
     if (self->is_closed) {
         error = EPIPE;
-        drop_all(self);
+        status |= drop_all(self);
     }
-    if (!error || error == EAGAIN || error == EWOULDBLOCK)
+    if (status)
+        return NULL;
+    if (!error || error == EAGAIN)
         return PyBool_FromLong(!error);
     errno = error;
     return PyErr_SetFromErrno(PyExc_OSError);
@@ -161,7 +138,7 @@ static PyObject *link_hold(connection *self, PyObject *message)
 {
     if (queue_message(self, message))
         return NULL;
-    return PyLong_FromSize_t(self->end - self->unsent);
+    return PyLong_FromSsize_t(self->queued);
 }
 
 /* acknowledge(position): drops what a session keeps, up to a position in its stream. */
@@ -170,9 +147,11 @@ static PyObject *link_acknowledge(connection *self, PyObject *number)
     unsigned long long position = PyLong_AsUnsignedLongLong(number);
     if (PyErr_Occurred())
         return NULL;
-    while (self->begin < self->unsent &&
-           self->front + (unsigned long long)self->parts[self->begin].len <= position)
-        drop_first(self);
+    Py_ssize_t count = 0;
+    while (count < self->kept && self->front + length_of(self, count) <= position)
+        self->front += length_of(self, count++);
+    if (drop(self, count))
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -181,21 +160,30 @@ static PyObject *link_acknowledge(connection *self, PyObject *number)
 static PyObject *link_resume(connection *self, PyObject *number)
 {
     PyObject *done = link_acknowledge(self, number);
-    if (done != NULL) {
-        self->unsent = self->begin;
-        self->unsent_offset = (size_t)(PyLong_AsUnsignedLongLong(number) - self->front);
-        self->is_broken = false;
-    }
+    if (done == NULL)
+        return NULL;
+    self->queued += self->kept;
+    self->kept = 0;
+    self->unsent_offset = (size_t)(PyLong_AsUnsignedLongLong(number) - self->front);
+    self->is_broken = false;
     return done;
 }
 
 /* ---------------------------------------------------------------------------------- Reading */
 
-static uint64_t number_at(const unsigned char *from, size_t size)
+typedef struct {
+    uint8_t kind, flags;
+    uint16_t buffer_count;
+    uint32_t control_bytes;
+    uint64_t id;
+} frame_head;
+_Static_assert(sizeof(frame_head) == HEADER_BYTES, "a compiler has put gaps into the head of a frame");
+
+static uint64_t length_at(const unsigned char *lengths, size_t place)
 {
-    uint64_t number = 0;
-    memcpy(&number, from, size);
-    return number;
+    uint64_t length;
+    memcpy(&length, lengths + sizeof length * place, sizeof length);
+    return length;
 }
 
 static PyObject *buffers_of(const unsigned char *lengths, size_t count, const unsigned char *from)
@@ -204,7 +192,7 @@ static PyObject *buffers_of(const unsigned char *lengths, size_t count, const un
         return PyTuple_New(0);
     PyObject *buffers = PyList_New((Py_ssize_t)count);
     for (size_t place = 0; buffers != NULL && place < count; place++) {
-        Py_ssize_t size = (Py_ssize_t)number_at(lengths + 8 * place, 8);
+        Py_ssize_t size = (Py_ssize_t)length_at(lengths, place);
         PyObject *bytes = PyByteArray_FromStringAndSize((const char *)from, size);
         if (bytes == NULL)
             Py_CLEAR(buffers);
@@ -215,52 +203,38 @@ static PyObject *buffers_of(const unsigned char *lengths, size_t count, const un
     return buffers;
 }
 
-/* Makes a Frame of its parts; `lengths` are those of `count` buffers behind the control part. */
-static PyObject *make_frame(const unsigned char *head, const unsigned char *lengths, size_t count,
-                            const unsigned char *control, size_t control_bytes)
-{
-    PyTypeObject *type = (PyTypeObject *)library.frame_type;
-    PyObject *frame = type->tp_alloc(type, 5);
-    if (frame == NULL)
-        return NULL;
-    PyTuple_SET_ITEM(frame, 0, PyLong_FromLong(head[0]));
-    PyTuple_SET_ITEM(frame, 1, PyLong_FromLong(head[1]));
-    PyTuple_SET_ITEM(frame, 2, PyLong_FromUnsignedLongLong(number_at(head + 8, 8)));
-    PyTuple_SET_ITEM(frame, 3, PyBytes_FromStringAndSize((const char *)control,
-                                                         (Py_ssize_t)control_bytes));
-    PyTuple_SET_ITEM(frame, 4, buffers_of(lengths, count, control + control_bytes));
-    if (PyErr_Occurred())
-        Py_CLEAR(frame);
-    return frame;
-}
-
 /* Cuts the next whole frame; returns 1, 0 if there is none, or -1 with an exception. A frame that does
  * not fit into `data` is left to the plain parser, which knows the limits. */
 static int link_cut(connection *self, PyObject **frame)
 {
-    const unsigned char *head = self->data + self->data_begin, *lengths = head + HEADER_BYTES;
+    const unsigned char *begin = self->data + self->data_begin, *lengths = begin + HEADER_BYTES;
     size_t available = self->data_end - self->data_begin;
-    if (available < HEADER_BYTES)
+    frame_head head;
+    if (available < sizeof head)
         return 0;
-    size_t count = (size_t)number_at(head + 2, 2), control_bytes = (size_t)number_at(head + 4, 4);
-    size_t before_control = HEADER_BYTES + 8 * count;
-    uint64_t size = (uint64_t)before_control + control_bytes;
-    for (size_t place = 0; place < count && before_control <= available; place++) {
-        uint64_t length = number_at(lengths + 8 * place, 8);
+    memcpy(&head, begin, sizeof head);
+    size_t before_control = sizeof head + 8 * (size_t)head.buffer_count;
+    uint64_t size = (uint64_t)before_control + head.control_bytes;
+    for (size_t place = 0; place < head.buffer_count && before_control <= available; place++) {
+        uint64_t length = length_at(lengths, place);
         size = length > UINT64_MAX - size ? UINT64_MAX : size + length;
     }
     self->is_large = size > self->data_capacity;
     if (self->is_large || available < size)
         return 0;
-    *frame = make_frame(head, lengths, count, head + before_control, control_bytes);
-    if (*frame == NULL)
-        return -1;
-    self->data_begin += (size_t)size;
-    return 1;
+    const unsigned char *control = begin + before_control;
+    PyObject *parts = Py_BuildValue(
+        "((BBKy#N))", head.kind, head.flags, (unsigned long long)head.id, control,
+        (Py_ssize_t)head.control_bytes,
+        buffers_of(lengths, head.buffer_count, control + head.control_bytes));
+    PyTypeObject *type = (PyTypeObject *)library.frame_type;
+    *frame = parts == NULL ? NULL : PyTuple_Type.tp_new(type, parts, NULL);
+    Py_XDECREF(parts);
+    self->data_begin += *frame == NULL ? 0 : (size_t)size;
+    return *frame == NULL ? -1 : 1;
 }
 
-/* Receives what is there; returns whether anything arrived or ended. */
-static bool receive(connection *self)
+bool link_receive(connection *self)
 {
     if (self->data_begin > 0) {
         memmove(self->data, self->data + self->data_begin, self->data_end - self->data_begin);
@@ -280,30 +254,20 @@ static bool receive(connection *self)
         self->bytes_received += (unsigned long long)size;
         return true;
     }
-    if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
+    if (size < 0 && (errno == EAGAIN || errno == EINTR))
         return false;
     self->read_error = size < 0 ? errno : 0;
     return self->has_ended = true;
 }
 
-bool links_receive(connection *const *links, Py_ssize_t count)
-{
-    bool is_any = false;
-    for (Py_ssize_t place = 0; place < count; place++)
-        is_any |= receive(links[place]);
-    return is_any;
-}
-
-bool links_look(connection *const *links, Py_ssize_t count, spinning *policy)
+bool link_look(connection *self, spinning *policy)
 {
     bool is_any, spins = policy != NULL && spin_is_worthwhile(policy);
-    for (Py_ssize_t place = 0; place < count; place++)
-        links[place]->is_looking = true;
+    self->is_looking = true;
     Py_BEGIN_ALLOW_THREADS
-    is_any = spins ? spin_over(policy, links, count) : links_receive(links, count);
+    is_any = spins ? spin_over(policy, self) : link_receive(self);
     Py_END_ALLOW_THREADS
-    for (Py_ssize_t place = 0; place < count; place++)
-        links[place]->is_looking = false;
+    self->is_looking = false;
     return is_any;
 }
 
@@ -314,7 +278,7 @@ Py_ssize_t link_take_frames(connection *self)
     PyObject *frame;
     int status;
     while ((status = link_cut(self, &frame)) > 0) {
-        status = self->lease == NULL ? 0 : lease_deliver(self->lease, self, frame);
+        status = self->lease == NULL ? 0 : lease_deliver(self->lease, frame);
         if (status == 0) {
             PyObject *done = PyObject_CallOneArg(self->add_frame, frame);
             status = done == NULL ? -1 : 0;
@@ -338,7 +302,7 @@ static PyObject *link_read(connection *self, PyObject *spins)
 {
     self->must_read = false;
     self->has_bell |= spins != Py_True; /* An event has brought this thread. */
-    bool is_any = links_look(&self, 1, spins == Py_True ? &self->spins[FOR_REQUESTS] : NULL);
+    bool is_any = link_look(self, spins == Py_True ? &self->spins[FOR_REQUESTS] : NULL);
     Py_ssize_t count = link_take_frames(self);
     if (count < 0)
         return NULL;
@@ -350,50 +314,31 @@ static PyObject *link_read(connection *self, PyObject *spins)
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-/* Reads out of the ring until `size` bytes are there, or until nothing comes for a tick; else as recv. */
-static ssize_t receive_all(connection *self, void *into, size_t size)
-{
-    size_t count = 0;
-    while (count < size) {
-        ssize_t more = ring_receive(self, (char *)into + count, size - count);
-        count += more > 0 ? (size_t)more : 0;
-        if (more > 0 || (more < 0 && errno == EAGAIN && ring_sleep(self)))
-            continue;
-        struct pollfd end = {.fd = self->fd, .events = POLLIN};
-        if (more == 0 || errno != EAGAIN || poll(&end, 1, TICK_MS) <= 0)
-            return count > 0 ? (ssize_t)count : more;
-        self->has_bell = true;
-    }
-    return (ssize_t)count;
-}
-
-/* fill(into, may_block): reads a part of a large frame out of the ring, as recv_into. */
+/* fill(into, may_block): for the plain parser: reads a part of a large frame, as recv_into. That is
+ * its begin, which `read` has received, or what follows in the ring. */
 static PyObject *link_fill(connection *self, PyObject *arguments)
 {
-    Py_buffer bytes;
+    Py_buffer into;
     int may_block;
-    if (!PyArg_ParseTuple(arguments, "w*p", &bytes, &may_block))
+    if (!PyArg_ParseTuple(arguments, "w*p", &into, &may_block))
         return NULL;
-    ssize_t size = 0;
-    self->has_bell = self->is_looking = true;
-    Py_BEGIN_ALLOW_THREADS
-    if (!self->is_closed)
-        size = (may_block ? receive_all : ring_receive)(self, bytes.buf, (size_t)bytes.len);
-    Py_END_ALLOW_THREADS
-    self->is_looking = false;
-    ring_wake(self);
-    PyBuffer_Release(&bytes);
+    ssize_t size = (ssize_t)(self->data_end - self->data_begin);
+    if (size > 0) {
+        size = size < into.len ? size : into.len;
+        memcpy(into.buf, self->data + self->data_begin, (size_t)size);
+        self->data_begin += (size_t)size;
+    } else if (self->in != NULL && !self->is_closed) {
+        self->has_bell = self->is_looking = true;
+        Py_BEGIN_ALLOW_THREADS
+        if (may_block)
+            ring_await(self);
+        size = ring_receive(self, into.buf, (size_t)into.len);
+        Py_END_ALLOW_THREADS
+        self->is_looking = false;
+        self->bytes_received += size > 0 ? (unsigned long long)size : 0;
+    }
+    PyBuffer_Release(&into);
     return size < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromSsize_t(size);
-}
-
-/* Returns the begin of a large frame, which the plain parser takes over. */
-static PyObject *link_take_data(connection *self, PyObject *Py_UNUSED(nothing))
-{
-    PyObject *data = PyBytes_FromStringAndSize((char *)self->data + self->data_begin,
-                                               (Py_ssize_t)(self->data_end - self->data_begin));
-    if (data != NULL)
-        self->data_begin = self->data_end = 0;
-    return data;
 }
 
 /* Claims the right to read, for a thread of the reactor; returns whether it was free. */
@@ -413,20 +358,16 @@ static PyObject *link_unclaim(connection *self, PyObject *Py_UNUSED(nothing))
     Py_RETURN_NONE;
 }
 
-static void set_events(const connection *self, int fd, uint32_t events)
-{
-    struct epoll_event event = {.events = EPOLLONESHOT | events, .data.fd = fd};
-    if (self->epoll_fd >= 0 && fd >= 0 && !self->is_closed)
-        epoll_ctl(self->epoll_fd, EPOLL_CTL_MOD, fd, &event);
-}
-
 void link_arm(connection *self, bool is_armed)
 {
     /* What the ring has already is due at once, and the socket is always writable. */
     bool is_due = is_armed && ring_sleep(self), was_armed = self->is_armed && self->in != NULL;
+    struct epoll_event event = {.events = EPOLLONESHOT, .data.fd = self->fd};
+    if (is_armed)
+        event.events |= EPOLLIN | EPOLLRDHUP | (is_due ? EPOLLOUT : 0);
     self->is_armed = is_armed;
-    if (!is_armed || is_due || !was_armed)
-        set_events(self, self->fd, is_armed ? EPOLLIN | EPOLLRDHUP | (is_due ? EPOLLOUT : 0) : 0);
+    if ((!is_armed || is_due || !was_armed) && self->epoll_fd >= 0 && !self->is_closed)
+        epoll_ctl(self->epoll_fd, EPOLL_CTL_MOD, self->fd, &event);
 }
 
 /* arm(): has the reactor told when there is something to read. */
@@ -434,20 +375,6 @@ static PyObject *link_arm_reading(connection *self, PyObject *Py_UNUSED(nothing)
 {
     self->is_armed = false; /* An event may have brought this thread. */
     link_arm(self, true);
-    Py_RETURN_NONE;
-}
-
-void link_arm_writing(connection *self)
-{
-    self->awaits_room = !ring_has_room(self); /* If so, the reader of the link calls this again. */
-    if (!self->awaits_room)
-        set_events(self, self->write_fd, EPOLLOUT);
-}
-
-/* await_room(): has the reactor told when there is room to write. */
-static PyObject *link_await_room(connection *self, PyObject *Py_UNUSED(nothing))
-{
-    link_arm_writing(self);
     Py_RETURN_NONE;
 }
 
@@ -469,12 +396,11 @@ int link_hand_over(connection *self)
     return 0;
 }
 
-/* watch(epoll_fd, write_fd, wake_fd, add_task, task): tells how threads of the reactor are reached. */
+/* watch(epoll_fd, wake_fd, add_task, task): tells how threads of the reactor are reached. */
 static PyObject *link_watch(connection *self, PyObject *arguments)
 {
     PyObject *add_task, *task;
-    if (!PyArg_ParseTuple(arguments, "iiiOO", &self->epoll_fd, &self->write_fd, &self->wake_fd,
-                          &add_task, &task))
+    if (!PyArg_ParseTuple(arguments, "iiOO", &self->epoll_fd, &self->wake_fd, &add_task, &task))
         return NULL;
     Py_XSETREF(self->add_task, Py_NewRef(add_task));
     Py_XSETREF(self->task, Py_NewRef(task));
@@ -491,8 +417,8 @@ static PyObject *link_close(connection *self, PyObject *Py_UNUSED(nothing))
     }
     self->is_closed = true;
     self->epoll_fd = self->wake_fd = -1; /* Both may be closed by now, or soon. */
-    if (!self->is_writing)
-        drop_all(self);
+    if (!self->is_writing && drop_all(self))
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -500,7 +426,6 @@ static PyObject *link_close(connection *self, PyObject *Py_UNUSED(nothing))
 
 static int link_traverse(connection *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->peer);
     Py_VISIT(self->add_task);
     Py_VISIT(self->task);
     Py_VISIT(self->add_frame);
@@ -509,7 +434,6 @@ static int link_traverse(connection *self, visitproc visit, void *arg)
 
 static int link_clear(connection *self)
 {
-    Py_CLEAR(self->peer);
     Py_CLEAR(self->add_task);
     Py_CLEAR(self->task);
     Py_CLEAR(self->add_frame);
@@ -520,58 +444,50 @@ static void link_dealloc(connection *self)
 {
     PyObject_GC_UnTrack(self);
     link_clear(self);
-    drop_all(self);
-    PyMem_Free(self->parts);
+    Py_XDECREF(self->parts); /* Not in link_clear: a thread may still write. */
     PyMem_RawFree(self->data);
     PyBuffer_Release(&self->memory);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+/* Link(fd, add_frame, keeps, receive_bytes, spin_s, memory, is_first): the memory is that of a ring of
+ * two heads and more, or empty. */
 static PyObject *link_new(PyTypeObject *type, PyObject *arguments, PyObject *Py_UNUSED(named))
 {
-    int fd, keeps, is_first = false;
-    PyObject *peer, *add_frame, *memory = Py_None;
+    connection *self = (connection *)type->tp_alloc(type, 0); /* All bytes are 0. */
+    int keeps, is_first = false;
     Py_ssize_t receive_bytes;
     double spin_s;
-    if (!PyArg_ParseTuple(arguments, "iOOpnd|Op", &fd, &peer, &add_frame, &keeps, &receive_bytes,
-                          &spin_s, &memory, &is_first))
-        return NULL;
-    connection *self = (connection *)type->tp_alloc(type, 0); /* All bytes are 0. */
     if (self == NULL)
         return NULL;
-    self->fd = fd;
-    self->epoll_fd = self->write_fd = self->wake_fd = -1;
-    self->peer = Py_NewRef(peer);
-    self->add_frame = Py_NewRef(add_frame);
-    self->keeps = keeps;
-    self->data_capacity = (size_t)receive_bytes;
-    self->data = PyMem_RawMalloc(self->data_capacity);
-    for (int kind = 0; kind < SPIN_KINDS; kind++)
-        self->spins[kind] = (spinning){.spin_s = spin_s, .may_end_rest = true};
-    self->spins[FOR_PASSES].spin_s = 3 * spin_s;
-    if (self->data == NULL)
-        PyErr_NoMemory();
-    if (self->data == NULL || ring_open(self, memory, is_first)) {
+    if (!PyArg_ParseTuple(arguments, "iOpnd|w*p", &self->fd, &self->add_frame, &keeps, &receive_bytes,
+                          &spin_s, &self->memory, &is_first)) {
+        self->add_frame = NULL;
         Py_DECREF(self);
         return NULL;
     }
+    Py_INCREF(self->add_frame);
+    self->epoll_fd = self->wake_fd = -1;
+    self->keeps = keeps;
+    self->data_capacity = (size_t)receive_bytes;
+    self->data = PyMem_RawMalloc(self->data_capacity);
+    self->parts = self->data == NULL ? PyErr_NoMemory() : PyList_New(0);
+    for (int kind = 0; kind < SPIN_KINDS; kind++)
+        self->spins[kind] = (spinning){.spin_s = spin_s, .may_end_rest = true};
+    self->spins[FOR_PASSES].spin_s = 3 * spin_s;
+    if (self->memory.buf != NULL)
+        ring_open(self, is_first);
+    if (self->parts == NULL)
+        Py_CLEAR(self);
     return (PyObject *)self;
 }
 
-static PyObject *get_queued(connection *self, void *Py_UNUSED(context))
-{
-    return PyBool_FromLong(self->unsent < self->end);
-}
-
-static PyGetSetDef properties[] = {
-    {"has_queued", (getter)get_queued, NULL, "Whether anything waits to be written.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
 static PyMemberDef members[] = {
+    {"queued", T_PYSSIZET, offsetof(connection, queued), READONLY, "Pieces to be written."},
     {"position", T_ULONGLONG, offsetof(connection, position), READONLY, "Bytes ever queued."},
     {"is_writing", T_BOOL, offsetof(connection, is_writing), READONLY, NULL},
     {"is_looking", T_BOOL, offsetof(connection, is_looking), READONLY, NULL},
+    {"awaits_room", T_BOOL, offsetof(connection, awaits_room), READONLY, NULL},
     {"is_large", T_BOOL, offsetof(connection, is_large), 0, NULL},
     {"is_broken", T_BOOL, offsetof(connection, is_broken), 0, NULL},
     {"is_handed_over", T_BOOL, offsetof(connection, is_handed_over), 0, NULL},
@@ -586,12 +502,10 @@ static PyMethodDef methods[] = {
     {"acknowledge", (PyCFunction)link_acknowledge, METH_O, NULL},
     {"resume", (PyCFunction)link_resume, METH_O, NULL},
     {"read", (PyCFunction)link_read, METH_O, NULL},
-    {"take_data", (PyCFunction)link_take_data, METH_NOARGS, NULL},
     {"claim", (PyCFunction)link_claim, METH_NOARGS, NULL},
     {"unclaim", (PyCFunction)link_unclaim, METH_NOARGS, NULL},
     {"watch", (PyCFunction)link_watch, METH_VARARGS, NULL},
     {"arm", (PyCFunction)link_arm_reading, METH_NOARGS, NULL},
-    {"await_room", (PyCFunction)link_await_room, METH_NOARGS, NULL},
     {"fill", (PyCFunction)link_fill, METH_VARARGS, NULL},
     {"close", (PyCFunction)link_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -609,5 +523,4 @@ PyTypeObject link_type = {
     .tp_clear = (inquiry)link_clear,
     .tp_methods = methods,
     .tp_members = members,
-    .tp_getset = properties,
 };

@@ -30,17 +30,15 @@ typedef struct lease lease;
 
 typedef struct {
     PyObject_HEAD
-    int fd, write_fd;
+    int fd;
     int epoll_fd;      /* Where threads of the reactor wait for data. */
     int wake_fd;       /* Wakes one of them. */
-    PyObject *peer;    /* Told with each frame that a lease takes. */
     PyObject *add_task, *task; /* Hands the link over to a thread of the reactor. */
     PyObject *add_frame;       /* Gives a frame to those threads. */
 
-    /* Pieces of messages, from `begin` to `end`. A session keeps those before `unsent`. */
-    Py_buffer *parts;
-    size_t begin, unsent, end, capacity;
-    size_t unsent_offset;          /* Bytes of the first unsent part that are written. */
+    PyObject *parts;         /* A list of the pieces of messages: */
+    Py_ssize_t kept, queued; /* those that a session keeps, and behind them those to be written. */
+    size_t unsent_offset;    /* Bytes of the first one to be written that are written. */
     unsigned long long front;      /* The position in the stream of the first part, */
     unsigned long long position;   /* and behind the last one. */
     bool keeps, is_broken, is_closed, is_writing, is_looking;
@@ -62,7 +60,7 @@ typedef struct {
     unsigned char *in_bytes, *out_bytes;
     uint64_t ring_bytes, taken, put; /* Its size, and this side's own counts, which it believes. */
     bool has_bell;        /* The socket may have bytes, which only ring, or have ended. */
-    bool awaits_room;     /* The reactor is to be told of room in the ring. */
+    bool awaits_room;     /* The ring was full, and the next bell tells of room. */
     bool is_armed;        /* The reactor's epoll has told nothing since it was armed. */
 } connection;
 
@@ -73,33 +71,35 @@ double monotonic_s(void);
  * many went there, or -1 with an exception. */
 Py_ssize_t link_take_frames(connection *self);
 /* Gives a frame to a lease that waits for it; returns 1, 0 if it does not, -1 with an exception. */
-int lease_deliver(lease *self, const connection *from, PyObject *frame);
-/* Looks at links, for a moment if `policy` finds that worthwhile, without the interpreter lock; only
- * for the thread that may read them. Returns whether anything arrived or ended. */
-bool links_look(connection *const *links, Py_ssize_t count, spinning *policy);
+int lease_deliver(lease *self, PyObject *frame);
+/* Looks at a link, for a moment if `policy` finds that worthwhile, without the interpreter lock; only
+ * for the thread that may read it. Returns whether anything arrived or ended. */
+bool link_look(connection *self, spinning *policy);
 /* One such look, for callers that have released the interpreter lock. */
-bool links_receive(connection *const *links, Py_ssize_t count);
+bool link_receive(connection *self);
 /* Has a thread of the reactor run a task, or that of the link; returns 0, or -1 with an exception. */
 int link_submit(const connection *self, PyObject *task);
 int link_hand_over(connection *self);
 /* Arms or pauses the link at the reactor's epoll. */
 void link_arm(connection *self, bool is_armed);
 
-/* Takes memory for a ring, or None; returns 0, or -1 with an exception. */
-int ring_open(connection *self, PyObject *memory, bool is_first);
-/* Both do as sendmsg and recv that do not wait. */
-ssize_t ring_send(connection *self, const struct iovec *pieces, size_t count);
-ssize_t ring_receive(connection *self, void *into, size_t size);
+/* Finds both directions in `memory`. */
+void ring_open(connection *self, bool is_first);
+/* Both do as sendmsg, which moves the pieces on, and recv. Neither waits, but writing a large message
+ * looks for room for a while. */
+ssize_t ring_send(connection *self, struct iovec *pieces, size_t count, size_t size);
+ssize_t ring_receive(connection *self, unsigned char *into, size_t size);
+/* Waits for bytes, for a tick at most. */
+void ring_await(connection *self);
 /* Has the peer ring when it writes; returns whether there is something already. Without a ring: no. */
 bool ring_sleep(connection *self);
 /* Has the peer write without ringing. */
 void ring_wake(connection *self);
-bool ring_has_room(const connection *self);
-/* Has the reactor's epoll tell when the link can be written. */
-void link_arm_writing(connection *self);
+/* Returns the free bytes: more than the ring has, if the peer lies; none without a ring. */
+uint64_t ring_room(const connection *self);
 
 bool spin_is_worthwhile(spinning *self);
-/* Looks at links again and again; returns whether anything arrived or ended in time. */
-bool spin_over(spinning *self, connection *const *links, Py_ssize_t count);
+/* Looks at a link again and again; returns whether anything arrived or ended in time. */
+bool spin_over(spinning *self, connection *link);
 
 #endif

@@ -9,17 +9,13 @@ static int find_dlpack(PyObject *tensor_type)
     PyObject *capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
     if (capsule == NULL)
         return -1;
-    const dlpack_header *header = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    library.dlpack = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     Py_DECREF(capsule); /* The table is static, says the specification. */
-    while (header != NULL && header->version.major != 1)
-        header = header->previous;
-    if (header == NULL) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ImportError, "torch offers no table of DLPack 1");
-        return -1;
-    }
-    library.dlpack = (const dlpack_api *)header;
-    return 0;
+    if (library.dlpack != NULL && library.dlpack->version.major == 1)
+        return 0;
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ImportError, "torch offers no table of DLPack 1");
+    return -1;
 }
 
 /* Keeps an attribute of a module in `into`; returns 0, or -1 with an exception. */
@@ -40,28 +36,24 @@ static int find_parts(void)
         keep("torch", "strided", &library.strided_layout) ||
         keep("torchweft.engine.wire.frames", "Frame", &library.frame_type) ||
         keep("torchweft.engine.wire.messages", "decode_call", &library.decode_call) ||
+        keep("torchweft.engine.threads.thread_modes", "has_modes", &library.has_modes) ||
         keep("collections", "OrderedDict", &library.ordered_dict))
         return -1;
     return find_dlpack(library.tensor_type);
 }
 
+/* src/torchweft/native.py says what they do. */
 static PyMethodDef methods[] = {
-    {"set_dtype", tensors_set_dtype, METH_VARARGS, "Takes a dtype; called once for each."},
-    {"set_value_parts", values_set_parts, METH_VARARGS, "Takes what values need; called once."},
-    {"encode_tensors", tensors_encode, METH_O, "Returns small tensors as bytes, or None."},
-    {"decode_tensors", (PyCFunction)(void (*)(void))tensors_decode, METH_FASTCALL,
-     "Returns the tensors in a message, and their flags."},
-    {"decode_call", serve_decode_call, METH_O, "Returns the head of a call."},
-    {"decode_message", serve_decode_message, METH_VARARGS, "Returns a value, or NotImplemented."},
-    {"encode_result", serve_encode_result, METH_VARARGS, "Returns a reply, or None."},
-    {"encode_values", (PyCFunction)(void (*)(void))values_encode, METH_FASTCALL,
-     "Returns a value as bytes, or None."},
-    {"decode_values", (PyCFunction)(void (*)(void))values_decode, METH_FASTCALL,
-     "Returns the value of bytes."},
-    {"set_modes", call_set_modes, METH_O, "Takes what tells of torch's modes; called once."},
-    {"encode_call", (PyCFunction)(void (*)(void))call_encode, METH_FASTCALL,
-     "Returns a call as a frame, or None."},
-    {"decode_reply", call_decode_reply, METH_O, "Returns the head of a reply, or None."},
+    {"set_dtype", tensors_set_dtype, METH_VARARGS, NULL},
+    {"set_value_parts", values_set_parts, METH_VARARGS, NULL},
+    {"encode_tensors", tensors_encode, METH_O, NULL},
+    {"decode_tensors", (PyCFunction)(void (*)(void))tensors_decode, METH_FASTCALL, NULL},
+    {"encode_values", (PyCFunction)(void (*)(void))values_encode, METH_FASTCALL, NULL},
+    {"decode_values", (PyCFunction)(void (*)(void))values_decode, METH_FASTCALL, NULL},
+    {"encode_call", (PyCFunction)(void (*)(void))call_encode, METH_FASTCALL, NULL},
+    {"encode_result", call_encode_result, METH_VARARGS, NULL},
+    {"decode_call", call_decode, METH_O, NULL},
+    {"decode_message", call_decode_message, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -11,18 +11,14 @@
 #include "link.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <sys/socket.h>
 
-int ring_open(connection *self, PyObject *memory, bool is_first)
+enum { STEP_BYTES = 1 << 16 };
+static const double LOOK_S = 30e-6; /* More than a step takes. */
+
+void ring_open(connection *self, bool is_first)
 {
-    if (memory == Py_None)
-        return 0;
-    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE))
-        return -1;
-    if (self->memory.len <= (Py_ssize_t)(2 * sizeof(ring_head))) {
-        PyErr_SetString(PyExc_ValueError, "a ring needs more memory");
-        return -1;
-    }
     ring_head *heads = self->memory.buf;
     unsigned char *bytes = (unsigned char *)(heads + 2);
     self->ring_bytes = ((size_t)self->memory.len - 2 * sizeof *heads) / 2;
@@ -30,7 +26,6 @@ int ring_open(connection *self, PyObject *memory, bool is_first)
     self->out = &heads[!is_first];
     self->in_bytes = bytes + is_first * self->ring_bytes;
     self->out_bytes = bytes + !is_first * self->ring_bytes;
-    return 0;
 }
 
 static size_t least(uint64_t first, uint64_t second)
@@ -42,7 +37,7 @@ static size_t least(uint64_t first, uint64_t second)
 static int wake_peer(const connection *self)
 {
     ssize_t sent = send(self->fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
-    return sent >= 0 || errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1; /* Enough bells wait. */
+    return sent >= 0 || errno == EAGAIN ? 0 : -1; /* Enough bells wait. */
 }
 
 /* Wakes the peer if it has raised its flag, which is looked at after the step it waits for. */
@@ -53,42 +48,68 @@ static int wake_sleeper(const connection *self, _Atomic uint32_t *flag)
     return sleeps ? wake_peer(self) : 0;
 }
 
-/* Returns the free bytes: more than the ring has, if the peer lies. */
-static uint64_t room_of(const connection *self)
+uint64_t ring_room(const connection *self)
 {
-    return self->ring_bytes - (self->put - atomic_load(&self->out->read));
+    return self->out == NULL ? 0 : self->ring_bytes - (self->put - atomic_load(&self->out->read));
 }
 
-bool ring_has_room(const connection *self)
+/* Copies pieces into the ring, up to a limit, and publishes them; moves the pieces on. */
+static void put(connection *self, struct iovec **pieces, size_t *count, uint64_t limit)
 {
-    return self->out == NULL || room_of(self) > 0;
+    while (*count > 0 && limit > 0) {
+        struct iovec *piece = *pieces;
+        size_t size = least(piece->iov_len, limit), at = (size_t)(self->put % self->ring_bytes);
+        size_t first = least(size, self->ring_bytes - at);
+        memcpy(self->out_bytes + at, piece->iov_base, first);
+        memcpy(self->out_bytes, (char *)piece->iov_base + first, size - first);
+        self->put += size;
+        limit -= size;
+        piece->iov_base = (char *)piece->iov_base + size;
+        piece->iov_len -= size;
+        if (piece->iov_len == 0) {
+            ++*pieces;
+            --*count;
+        }
+    }
+    atomic_store_explicit(&self->out->written, self->put, memory_order_release);
 }
 
-ssize_t ring_send(connection *self, const struct iovec *pieces, size_t count)
+/* Looks for a moment whether the peer changes a count; returns whether it has. To yield the core
+ * between the looks would take milliseconds where other programs compute. */
+static bool changes(const _Atomic uint64_t *count, uint64_t known)
 {
-    uint64_t room = room_of(self);
+    double limit_s = monotonic_s() + LOOK_S;
+    do {
+        if (atomic_load(count) != known)
+            return true;
+    } while (monotonic_s() < limit_s);
+    return false;
+}
+
+ssize_t ring_send(connection *self, struct iovec *pieces, size_t count, size_t size)
+{
+    uint64_t before = self->put, room = ring_room(self);
+    /* The peer copies a step of a large message while this side copies the next. */
+    bool is_large = size > self->ring_bytes;
     if (room == 0) {
         /* The first time, this also tells whether the peer lives. */
         if (!atomic_exchange(&self->out->writer_waits, 1) && wake_peer(self))
             return -1;
-        room = room_of(self);
+        room = ring_room(self);
+        errno = EAGAIN;
     }
-    if (room == 0 || room > self->ring_bytes) {
-        errno = room ? EPROTO : EAGAIN;
-        return -1;
+    while (room > 0 && room <= self->ring_bytes && count > 0) {
+        put(self, &pieces, &count, is_large ? least(room, STEP_BYTES) : room);
+        if (wake_sleeper(self, &self->out->reader_sleeps))
+            return -1;
+        if (count > 0 && is_large)
+            changes(&self->out->read, self->put - self->ring_bytes);
+        room = ring_room(self);
     }
-    uint64_t before = self->put;
-    for (size_t place = 0; place < count && room > 0; place++) {
-        const unsigned char *from = pieces[place].iov_base;
-        size_t size = least(pieces[place].iov_len, room), at = (size_t)(self->put % self->ring_bytes);
-        size_t first = least(size, self->ring_bytes - at);
-        memcpy(self->out_bytes + at, from, first);
-        memcpy(self->out_bytes, from + first, size - first);
-        self->put += size;
-        room -= size;
-    }
-    atomic_store_explicit(&self->out->written, self->put, memory_order_release);
-    return wake_sleeper(self, &self->out->reader_sleeps) ? -1 : (ssize_t)(self->put - before);
+    if (room > self->ring_bytes)
+        errno = EPROTO;
+    return room <= self->ring_bytes && (self->put != before || count == 0)
+        ? (ssize_t)(self->put - before) : -1;
 }
 
 /* Takes bytes out of the ring; returns how many, or -1 with an errno. */
@@ -109,20 +130,24 @@ static ssize_t take(connection *self, unsigned char *into, size_t most)
     return (ssize_t)size;
 }
 
-ssize_t ring_receive(connection *self, void *into, size_t size)
+ssize_t ring_receive(connection *self, unsigned char *into, size_t size)
 {
     char bells[64];
-    ssize_t rung = self->has_bell ? recv(self->fd, bells, sizeof bells, MSG_DONTWAIT) : -1;
-    int error = rung < 0 && self->has_bell ? errno : EAGAIN;
-    bool has_ended = rung == 0 || (error != EAGAIN && error != EWOULDBLOCK && error != EINTR);
-    self->has_bell = has_ended || error == EINTR;
-    if (self->awaits_room && ring_has_room(self))
-        link_arm_writing(self);
-    ssize_t taken = take(self, into, size); /* After the socket: the peer may have written, and ended. */
-    if (taken >= 0 || !has_ended || errno != EAGAIN)
-        return taken;
-    errno = error;
-    return rung == 0 ? 0 : -1;
+    ssize_t rung = self->has_bell ? recv(self->fd, bells, sizeof bells, MSG_DONTWAIT) : 1, taken;
+    int error = errno;
+    self->has_bell = rung == 0 || (rung < 0 && error != EAGAIN); /* The end is found again. */
+    size_t count = 0; /* After the socket: the peer may have written, and ended. */
+    do {
+        taken = take(self, into + count, least(size - count, STEP_BYTES));
+        count += taken > 0 ? (size_t)taken : 0;
+    } while (taken > 0 && count < size);
+    if (count > 0)
+        return (ssize_t)count;
+    if (self->has_bell && errno == EAGAIN) {
+        errno = error;
+        return rung;
+    }
+    return -1;
 }
 
 bool ring_sleep(connection *self)
@@ -137,4 +162,12 @@ void ring_wake(connection *self)
 {
     if (self->in != NULL)
         atomic_store_explicit(&self->in->reader_sleeps, 0, memory_order_relaxed);
+}
+
+void ring_await(connection *self)
+{
+    struct pollfd socket = {.fd = self->fd, .events = POLLIN};
+    if (!changes(&self->in->written, self->taken) && !ring_sleep(self))
+        poll(&socket, 1, TICK_MS);
+    ring_wake(self);
 }

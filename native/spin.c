@@ -9,7 +9,6 @@
  * A thread that has spun for longer than a small call takes yields its core between its looks. If
  * another thread takes it, the next waits yield at once.
  */
-#define _GNU_SOURCE
 #include "link.h"
 
 #include <sched.h>
@@ -55,12 +54,12 @@ static bool failed(spinning *self, double spun_s)
     return false;
 }
 
-bool spin_over(spinning *self, connection *const *links, Py_ssize_t count)
+bool spin_over(spinning *self, connection *link)
 {
     double began_s = monotonic_s(), limit_s = began_s + self->spin_s;
     double yields_from_s = self->yields ? began_s : began_s + ALONE_S;
     self->yields = false; /* Unless another thread takes the core this time, too. */
-    while (!links_receive(links, count)) {
+    while (!link_receive(link)) {
         double now_s = monotonic_s();
         if (now_s >= limit_s)
             return failed(self, now_s - began_s);

@@ -23,7 +23,8 @@ enum {
     LIMIT_BYTES = 260 * 1024,
     FURTHER_BYTES = 8 * 1024,
     MESSAGE_LIMIT_BYTES = 2 << 20,
-    /* An extent up to this size travels whole, whatever part of it a tensor uses. */
+    /* An extent up to this size travels whole, whatever part of it a tensor uses; the plain twin
+     * looks at the others. */
     SMALL_EXTENT_BYTES = 4096,
     ALIGNMENT = 64,
     MOST_TENSORS = 256,
@@ -97,16 +98,6 @@ static bool is_contiguous(const int64_t *shape, const int64_t *strides, int ndim
     return true;
 }
 
-/* Elements that can lie at distinct addresses: expanded dimensions count once. */
-static int64_t distinct_count(const int64_t *shape, const int64_t *strides, int ndim)
-{
-    int64_t count = 1;
-    for (int index = 0; index < ndim; index++)
-        if (strides[index])
-            count *= shape[index];
-    return count;
-}
-
 /* Returns None, so that the plain twin goes on, whatever ordinary exception is set. */
 static PyObject *left_to_plain(void)
 {
@@ -125,14 +116,6 @@ typedef struct {
     uint8_t number, flags;
     size_t size_bytes;
 } described;
-
-/* Returns whether a value, which may be NULL, is true, or -1; takes the reference. */
-static int is_true(PyObject *value)
-{
-    int found = value == NULL ? -1 : PyObject_IsTrue(value);
-    Py_XDECREF(value);
-    return found;
-}
 
 /* Sets the flags of a tensor that can require grad. The plain twin takes negatives and conjugates. */
 static int find_grad(PyObject *tensor, const dlpack_dtype *dtype, uint8_t *flags)
@@ -181,8 +164,7 @@ static int describe(PyObject *tensor, described *into)
     if (is_contiguous(view->shape, view->strides, view->ndim))
         return 0;
     into->flags |= STRIDED;
-    bool is_sparse = length > distinct_count(view->shape, view->strides, view->ndim);
-    return is_sparse && into->size_bytes > SMALL_EXTENT_BYTES ? -1 : 0;
+    return into->size_bytes > SMALL_EXTENT_BYTES ? -1 : 0;
 }
 
 static size_t described_bytes(const described *each)
@@ -214,28 +196,19 @@ static unsigned char *write_tensor(unsigned char *at, const described *each)
     return write_bytes(at, each->memory, each->size_bytes);
 }
 
-static int by_memory(const void *first, const void *second)
-{
-    const described *const *left = first, *const *right = second;
-    return ((*left)->memory > (*right)->memory) - ((*left)->memory < (*right)->memory);
-}
-
 /* Returns whether some tensors overlap in memory, by the bytes that travel. */
 static bool some_overlap(const described *all, size_t count)
 {
-    const described *sorted[MOST_TENSORS];
-    size_t used = 0;
-    for (size_t index = 0; index < count; index++)
-        if (all[index].size_bytes)
-            sorted[used++] = &all[index];
-    qsort(sorted, used, sizeof *sorted, by_memory);
-    for (size_t index = 1; index < used; index++)
-        if (sorted[index]->memory < sorted[index - 1]->memory + sorted[index - 1]->size_bytes)
-            return true;
+    for (const described *one = all; one < all + count; one++)
+        for (const described *other = all; other < one; other++)
+            if (one->size_bytes && other->size_bytes &&
+                one->memory < other->memory + other->size_bytes &&
+                other->memory < one->memory + one->size_bytes)
+                return true;
     return false;
 }
 
-PyObject *tensors_behind(PyObject *tensors, size_t front, bytes_maker make, bool *requires_grad)
+PyObject *tensors_behind(PyObject *tensors, size_t front, bool *requires_grad)
 {
     described all[MOST_TENSORS];
     uint8_t all_flags = 0;
@@ -251,20 +224,20 @@ PyObject *tensors_behind(PyObject *tensors, size_t front, bytes_maker make, bool
     }
     if (place < count || total > limit || (count > 1 && some_overlap(all, count)))
         Py_RETURN_NONE;
-    PyObject *made = make(NULL, (Py_ssize_t)(front + total));
-    unsigned char *at = made == NULL ? NULL : bytes_of(made) + front;
+    PyObject *made = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(front + total));
+    unsigned char *at = made == NULL ? NULL : (unsigned char *)PyByteArray_AS_STRING(made) + front;
     for (place = 0; at != NULL && place < count; place++)
         at = write_tensor(at, &all[place]);
     *requires_grad = all_flags & REQUIRES_GRAD;
     return made;
 }
 
-/* encode_tensors(tensors) -> (bytes, some require grad), or None for the plain twin. */
+/* encode_tensors(tensors) -> (bytearray, some require grad), or None for the plain twin. */
 PyObject *tensors_encode(PyObject *Py_UNUSED(module), PyObject *tensors)
 {
     bool requires_grad;
     PyObject *list = PySequence_List(tensors);
-    PyObject *made = list == NULL ? NULL : tensors_behind(list, 0, PyBytes_FromStringAndSize, &requires_grad);
+    PyObject *made = list == NULL ? NULL : tensors_behind(list, 0, &requires_grad);
     Py_XDECREF(list);
     return made == NULL || made == Py_None ? made : Py_BuildValue("NO", made, requires_grad ? Py_True : Py_False);
 }
@@ -360,8 +333,8 @@ static PyObject *new_tensor(const head *each, const unsigned char *memory)
     return object;
 }
 
-/* Reads tensors up to the end, and the flags of each. */
-static int read_all(reader *from, PyObject *tensors, buffer *flags)
+/* Reads tensors up to the end, and the flags of each; counts the tensors that have flags. */
+static int read_all(reader *from, PyObject *tensors, buffer *flags, size_t *noted_count)
 {
     while (from->at < from->end) {
         head each;
@@ -372,6 +345,7 @@ static int read_all(reader *from, PyObject *tensors, buffer *flags)
             return -1;
         from->at += each.size_bytes;
         uint8_t noted = each.flags & ~STRIDED;
+        *noted_count += noted != 0;
         int is_failed = PyList_Append(tensors, tensor) || buffer_add(flags, &noted, 1);
         Py_DECREF(tensor);
         if (is_failed)
@@ -392,18 +366,15 @@ PyObject *tensors_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments
         return NULL;
     const unsigned char *begin = data.buf;
     PyObject *made = NULL, *tensors = PyList_New(0);
-    buffer flags;
-    buffer_init(&flags);
+    buffer flags = {0};
     bool is_usual = position >= 0 && position <= data.len &&
                     data.len - position <= MESSAGE_LIMIT_BYTES && tensors != NULL;
-    if (is_usual && !read_all(&(reader){begin + position, begin + data.len}, tensors, &flags)) {
-        size_t first = 0;
-        while (first < flags.size && !flags.data[first])
-            first++;
-        made = Py_BuildValue("Oy#", tensors, flags.data,
-                             first < flags.size ? (Py_ssize_t)flags.size : (Py_ssize_t)0);
-    }
-    buffer_free(&flags);
+    size_t noted = 0;
+    reader from = {begin + position, begin + data.len};
+    if (is_usual && !read_all(&from, tensors, &flags, &noted))
+        made = Py_BuildValue("Oy#", tensors, noted ? (char *)flags.data : "",
+                             noted ? (Py_ssize_t)flags.size : (Py_ssize_t)0);
+    PyMem_Free(flags.data);
     Py_XDECREF(tensors);
     PyBuffer_Release(&data);
     return made == NULL ? left_to_plain() : made;

@@ -38,19 +38,17 @@ typedef struct {
 } numbered;
 
 typedef struct {
+    buffer out;
+    PyObject *tensors;                /* A list, which gets each tensor once. */
+    PyObject *main_by_name, *home_of; /* For `unfold`. */
     numbered *slots;
-    size_t count, capacity; /* The capacity is a power of two, or 0. */
-} numbering;
-
-static void numbering_free(numbering *all)
-{
-    for (size_t index = 0; index < all->capacity; index++)
-        Py_XDECREF(all->slots[index].object);
-    PyMem_Free(all->slots);
-}
+    size_t count, capacity; /* Of slots; the capacity is a power of two, or 0. */
+    uint32_t container_count;
+    int depth;
+} encoder;
 
 /* Returns the slot of an object, or the free one where it belongs. */
-static numbered *numbering_slot(const numbering *all, PyObject *object)
+static numbered *slot_of(const encoder *all, PyObject *object)
 {
     size_t mask = all->capacity - 1;
     size_t at = (((uintptr_t)object >> 4) * 0x9E3779B97F4A7C15u >> 20) & mask;
@@ -59,28 +57,30 @@ static numbered *numbering_slot(const numbering *all, PyObject *object)
     return &all->slots[at];
 }
 
-static int numbering_grow(numbering *all)
+static int grow_slots(encoder *all)
 {
-    numbering grown = {NULL, all->count, all->capacity ? 4 * all->capacity : FEW};
-    grown.slots = PyMem_Calloc(grown.capacity, sizeof *grown.slots);
-    if (grown.slots == NULL) {
+    numbered *former = all->slots;
+    size_t former_capacity = all->capacity, capacity = former_capacity ? 4 * former_capacity : FEW;
+    numbered *slots = PyMem_Calloc(capacity, sizeof *slots);
+    if (slots == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    for (size_t index = 0; index < all->capacity; index++)
-        if (all->slots[index].object != NULL)
-            *numbering_slot(&grown, all->slots[index].object) = all->slots[index];
-    PyMem_Free(all->slots);
-    *all = grown;
+    all->slots = slots;
+    all->capacity = capacity;
+    for (size_t index = 0; index < former_capacity; index++)
+        if (former[index].object != NULL)
+            *slot_of(all, former[index].object) = former[index];
+    PyMem_Free(former);
     return 0;
 }
 
 /* Finds the number of an object, or gives it `number`, which stays if it is new. */
-static int numbering_find(numbering *all, PyObject *object, uint32_t *number, bool *is_new)
+static int find_number(encoder *all, PyObject *object, uint32_t *number, bool *is_new)
 {
-    if (2 * all->count >= all->capacity && numbering_grow(all))
+    if (2 * all->count >= all->capacity && grow_slots(all))
         return -1;
-    numbered *slot = numbering_slot(all, object);
+    numbered *slot = slot_of(all, object);
     *is_new = slot->object == NULL;
     if (*is_new) {
         *slot = (numbered){Py_NewRef(object), *number};
@@ -91,15 +91,6 @@ static int numbering_find(numbering *all, PyObject *object, uint32_t *number, bo
 }
 
 /* ---------------------------------------------------------------------------------- Encoding */
-
-typedef struct {
-    buffer out;
-    PyObject *tensors;                /* A list, which gets each tensor once. */
-    PyObject *main_by_name, *home_of; /* For `unfold`. */
-    numbering seen;
-    uint32_t container_count;
-    int depth;
-} encoder;
 
 static int add(encoder *into, PyObject *value);
 
@@ -126,7 +117,7 @@ static int check_first(encoder *into, PyObject *object)
 {
     uint32_t number = 0;
     bool is_new;
-    return numbering_find(&into->seen, object, &number, &is_new) || !is_new ? -1 : 0;
+    return find_number(into, object, &number, &is_new) || !is_new ? -1 : 0;
 }
 
 /* Adds a text or bytes; a longer one that comes twice is left to pickle, which writes it once. */
@@ -144,14 +135,8 @@ static int add_text(encoder *into, PyObject *text)
     const char *bytes = PyUnicode_AsUTF8AndSize(text, &size);
     if (bytes != NULL)
         return add_repeatable(into, TEXT, text, bytes, size);
-    PyErr_Clear(); /* It has lone surrogates. */
-    PyObject *encoded = PyUnicode_AsEncodedString(text, "utf-8", "surrogatepass");
-    if (encoded == NULL)
-        return -1;
-    int status = add_repeatable(into, TEXT, text, PyBytes_AS_STRING(encoded),
-                                PyBytes_GET_SIZE(encoded));
-    Py_DECREF(encoded);
-    return status;
+    PyErr_Clear(); /* It has lone surrogates, and goes by pickle. */
+    return -1;
 }
 
 /* Adds the parts of a value, whatever its type: the first one as it is, the others as values. */
@@ -191,7 +176,7 @@ static int add_tensor(encoder *into, PyObject *tensor)
     Py_XDECREF(attributes);
     uint32_t number = (uint32_t)PyList_GET_SIZE(into->tensors);
     bool is_new;
-    if (!is_plain || numbering_find(&into->seen, tensor, &number, &is_new))
+    if (!is_plain || find_number(into, tensor, &number, &is_new))
         return -1;
     if (is_new && PyList_Append(into->tensors, tensor))
         return -1;
@@ -240,7 +225,7 @@ static int add_container(encoder *into, PyObject *value)
     } else {
         uint32_t number = into->container_count;
         bool is_new;
-        if (numbering_find(&into->seen, value, &number, &is_new))
+        if (find_number(into, value, &number, &is_new))
             return -1;
         if (!is_new)
             return add_number(into, AGAIN, number);
@@ -289,14 +274,15 @@ PyObject *values_encode(PyObject *Py_UNUSED(module), PyObject *const *arguments,
     if (count != 4 || !PyList_CheckExact(arguments[1]))
         return PyErr_Format(PyExc_TypeError, "encode_values takes a value, a list and two more");
     encoder into = {.tensors = arguments[1], .main_by_name = arguments[2], .home_of = arguments[3]};
-    buffer_init(&into.out);
     PyObject *made = NULL;
     if (!add(&into, arguments[0]))
         made = PyBytes_FromStringAndSize((char *)into.out.data, (Py_ssize_t)into.out.size);
     else if (!PyErr_Occurred())
         made = Py_NewRef(Py_None);
-    buffer_free(&into.out);
-    numbering_free(&into.seen);
+    PyMem_Free(into.out.data);
+    for (size_t index = 0; index < into.capacity; index++)
+        Py_XDECREF(into.slots[index].object);
+    PyMem_Free(into.slots);
     return made;
 }
 

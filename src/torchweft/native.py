@@ -44,7 +44,7 @@ class Native(Protocol):
     def set_value_parts(self, unfold: Callable[..., Any], rebuild: Callable[..., Any], /) -> None:
         """Takes what ``codec.values`` needs of Python; called once."""
 
-    def encode_tensors(self, tensors: Sequence[Tensor], /) -> tuple[bytes, bool] | None:
+    def encode_tensors(self, tensors: Sequence[Tensor], /) -> tuple[bytearray, bool] | None:
         """Does as ``tensors.encode_tensors``; None for tensors that it leaves to the plain twin."""
 
     def decode_tensors(self, data: Buffer, position: int, /) -> tuple[list[Tensor], bytes] | None:
@@ -59,9 +59,6 @@ class Native(Protocol):
         /,
     ) -> bytes | None:
         """Does as ``values.encode``."""
-
-    def set_modes(self, modes: Sequence[Callable[[], object]], /) -> None:
-        """Takes ``thread_modes.MODES``; called once."""
 
     def encode_call(
         self,
@@ -78,9 +75,6 @@ class Native(Protocol):
         /,
     ) -> tuple[bytearray, bool | None] | None:
         """Does as ``rpc.encoding.plain_frame``; None also for what is too large."""
-
-    def decode_reply(self, control: Buffer, /) -> Any:
-        """Does as ``wire.messages.decode_reply``; None for what it leaves to that."""
 
     def decode_values(
         self,
@@ -117,7 +111,7 @@ class Native(Protocol):
         most_tensors: int,
         home_of: Callable[[Any], ReferenceId | None],
         /,
-    ) -> bytes | None:
+    ) -> bytearray | None:
         """Returns the ``REPLY`` of ``Worker.reply`` in ``rpc.worker``; None for what it leaves."""
 
 

@@ -21,7 +21,7 @@ from torchweft import knobs
 from torchweft.engine.codec import values
 from torchweft.engine.codec.tensors import decode_tensors, encode_tensors
 from torchweft.engine.wire.frames import HEADER_BYTES
-from torchweft.engine.wire.messages import NO_CREATION, decode_reply, encode_call, encode_reply
+from torchweft.engine.wire.messages import NO_CREATION, decode_reply, encode_call
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc import encoding  # noqa: F401 (it tells the twin in C of torch's modes)
 
@@ -97,7 +97,7 @@ def _rounds(run: Callable[[], object]) -> int:
 def _every_kind() -> Any:
     shared = [1, 2]
     return (
-        None, True, -5, 1 << 200, 2.5, 1 + 2j, "text" * 20, b"bytes" * 20, "\ud800",
+        None, True, -5, 1 << 200, 2.5, 1 + 2j, "text" * 20, b"bytes" * 20,
         [shared, shared], {1, "a"}, frozenset((2, 3)), {"key": {"inner": (1, 2)}},
         OrderedDict(a=1, b=[2]), torch.float32, torch.device("cpu"), torch.Size([2]), len,
         [torch.ones(2) for _ in range(40)], [[index] for index in range(40)],
@@ -200,11 +200,10 @@ def test_giving_up_and_failing_leak_nothing() -> None:
 
 
 @needs_native
-def test_frames_and_heads_leak_nothing() -> None:
+def test_frames_leak_nothing() -> None:
     assert native is not None
-    encode_call, decode_reply = native.encode_call, native.decode_reply
+    encode_call = native.encode_call
     value, head = _every_kind(), (1.0, -1, b"module:name", b"", b"code")
-    reply = encode_reply(1, 2, (), b"payload")
 
     def fail(_: object) -> None:
         raise RuntimeError("this program fails")
@@ -218,8 +217,6 @@ def test_frames_and_heads_leak_nothing() -> None:
         assert encode_call(1.0, -1, b"n" * 70_000, *head[3:], (), [], True, fail, True) is None
         with pytest.raises(RuntimeError, match="this program fails"):
             encode_call(*head, (object(),), [], True, fail, True)
-        assert decode_reply(reply) == (1, 2, (), 24, 31)
-        assert decode_reply(reply[:20]) is None
 
     assert _rounds(run) < 2000
 

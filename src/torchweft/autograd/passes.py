@@ -615,7 +615,7 @@ class LedPass(PassPart):
             self.waits_since_s = time.monotonic()
             self._deadline_s = self.waits_since_s + self._passes.timeout_s
         lease = agent.waiter.lease(self._others)
-        taken: list[tuple[Peer, Frame]] = []
+        taken: list[Frame] = []
         try:
             self.send_all(sends)
             if lease is not None and self.outcome is None:
@@ -626,8 +626,8 @@ class LedPass(PassPart):
         finally:
             if lease is not None:
                 lease.release()
-        for peer, frame in taken:
-            agent.receiver.take(peer, frame)
+        for frame in taken:
+            agent.receiver.take(self._others[0], frame)
         if not self.inbox and self.outcome is None:  # A failed send sets the outcome.
             self._wait_for_others()
 

@@ -62,8 +62,6 @@ _is_in_inference_mode = torch.is_inference_mode_enabled
 _InferenceMode: Any = getattr(torch._C, "_InferenceMode")  # noqa: B009 (its stub lacks it)
 
 
-_head_of = decode_reply if native is None else native.decode_reply
-
 _USUAL_FLAGS = (0, STRIDED)
 """Flags of a tensor that needs no closer look; those of the first one stand behind its dtype."""
 decode_call = messages.decode_call if native is None else native.decode_call
@@ -144,7 +142,7 @@ class Decoder:
             raise self._error_of(call, self._unpack_error, payload)
         try:
             call.frame = None  # Its memory belongs to the result from here on.
-            head = _head_of(control) or decode_reply(control)
+            head = decode_reply(control)
             message = None
             if flags:
                 message = self._tensor_messages.read(frame)

@@ -36,8 +36,8 @@ from torchweft.engine.codec.tensors import (
 from torchweft.engine.codec.values import encode, no_home, split_names, with_names
 from torchweft.engine.protocol.registration import why_not_by_value
 from torchweft.engine.protocol.sessions import Outgoing
-from torchweft.engine.threads.interrupts import call, is_of_handler
-from torchweft.engine.threads.thread_modes import MODES, check_untraced, plain_operations
+from torchweft.engine.threads.interrupts import is_of_handler
+from torchweft.engine.threads.thread_modes import check_untraced, has_modes, plain_operations
 from torchweft.engine.wire.frames import HEADER, HEADER_BYTES
 from torchweft.engine.wire.messages import (
     NAMED,
@@ -137,7 +137,7 @@ def plain_frame(
         return None
     inlined: Encoded | None = NO_TENSORS
     if tensors:
-        inlined = encode_tensors(tensors) if inlines and not any(map(call, MODES)) else None
+        inlined = encode_tensors(tensors) if inlines and not has_modes() else None
     if inlined is None:
         return None
     content, requires_grad = inlined
@@ -147,8 +147,6 @@ def plain_frame(
 
 encode_whole = plain_frame if native is None else native.encode_call
 """Does as ``plain_frame``."""
-if native is not None:
-    native.set_modes(MODES)
 
 
 ENCODED_RESULTS = frozenset(
@@ -253,7 +251,7 @@ class Encoder:
             inlines = not (peer.device_maps.moves_host_of_calls or shared_ranges)
             made = encode_whole(*head, code, sent, tensors, by_name, home_of, inlines)
         if made is None:
-            if any(map(call, MODES)):
+            if has_modes():
                 check_untraced()
                 with plain_operations():
                     self._check_whole(peer, values)

@@ -190,7 +190,7 @@ class Listener:
         link = peer.link
         assert link is not None
         agent.reactor.unarmed.pop(link.read_fd, 0)
-        taken: list[tuple[Peer, Frame]] = []
+        taken: list[Frame] = []
         self._waiting = threading.get_ident()
         try:
             agent.waiter.read(
@@ -208,8 +208,8 @@ class Listener:
             lease.release(leaves_unarmed)
             self._unarmed.add(link.read_fd)
             agent.reactor.leave_unarmed(link.read_fd)
-        for sender, frame in taken:
-            agent.receiver.take(sender, frame)
+        for frame in taken:
+            agent.receiver.take(peer, frame)
 
     def rest(self) -> None:
         """Has other threads read the connections again, before this one waits in another way."""

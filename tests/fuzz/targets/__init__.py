@@ -8,6 +8,7 @@ from tests.fuzz.target import Target
 
 NAMES = (
     "frames",
+    "ring",
     "messages",
     "references",
     "reference_counts",

@@ -72,14 +72,14 @@ def _feed_native(
     ours, theirs = socket.socketpair()
     frames: deque[Frame] = deque()
     receive_bytes = min(capacity, CONTROL_LIMIT_BYTES, FRAME_LIMIT_BYTES)
-    link = native.Link(ours.fileno(), None, frames.append, False, receive_bytes, 0.0)
+    link = native.Link(ours.fileno(), frames.append, False, receive_bytes, 0.0)
     with ours, theirs:
         for at in range(0, len(data), piece_bytes):
             theirs.sendall(data[at : at + piece_bytes])
             while link.bytes_received < min(at + piece_bytes, len(data)):
                 link.read(False)
                 if link.is_large:
-                    cut_bytes = link.bytes_received - len(link.take_data())
+                    cut_bytes = link.bytes_received - link.fill(bytearray(capacity), False)
                     rest, refusal = _feed(data[cut_bytes:], capacity, 1 << 20)
                     return [*frames, *rest], refusal
     return list(frames), None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +21,8 @@ from torchweft.engine.wire.messages import (
     NO_GRAD,
     HandedReference,
     decode_call,
-    decode_reply,
-    encode_reply,
     place_in_graph,
 )
-from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.rpc import encoding
 from torchweft.rpc.encoding import plain_frame
@@ -150,39 +146,3 @@ def test_the_numbers_of_a_graph_are_put_into_a_frame() -> None:
 
 
 HANDED = HandedReference(ReferenceId(1, 2, 3), 4)
-REPLIES = [
-    encode_reply(*numbers, references, payload, tensors)
-    for numbers in ((0, 0), (3, 4), (NO_GRAD, 0))
-    for references in ((), (HANDED,))
-    for payload in (b"", b"payload")
-    for tensors in (b"", b"tensors")
-]
-CHANGES = st.lists(st.tuples(st.integers(0, 31), st.integers(0, 255)), max_size=3)
-
-
-@given(st.sampled_from(REPLIES), st.integers(0, 80), CHANGES)
-def test_both_twins_read_the_same_head_of_a_reply(
-    reply: bytes, size: int, changes: list[tuple[int, int]]
-) -> None:
-    assert native is not None
-    control = bytearray(reply[:size])
-    for place, value in changes:
-        control[place : place + 1] = bytes((value,)) if place < len(control) else b""
-    found = native.decode_reply(memoryview(control))
-    try:
-        wanted = decode_reply(bytes(control))
-    except ProtocolError:
-        wanted = None
-    if wanted is not None and wanted[2]:
-        wanted = None  # One with references is left to the plain twin.
-    assert found == wanted
-
-
-def test_a_head_is_read_of_any_buffer_and_of_nothing_else() -> None:
-    assert native is not None
-    wanted = (3, 4, (), 24, 31)
-    for kind in (bytes, bytearray, functools.partial(memoryview)):
-        assert native.decode_reply(kind(encode_reply(3, 4, (), b"payload"))) == wanted
-    wrong: Any = "text"
-    with pytest.raises(TypeError):
-        native.decode_reply(wrong)

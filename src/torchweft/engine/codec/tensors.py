@@ -75,7 +75,7 @@ _EMPTY = memoryview(bytearray())
 _BYTES = torch.uint8
 _ALIGNMENT = 16  # the largest element, complex128: a view's offset stays a whole number
 
-Encoded = tuple[bytes, bool]
+Encoded = tuple[bytes | bytearray, bool]
 """The bytes of tensors, and whether some tensor requires grad."""
 NO_TENSORS: Encoded = (b"", False)
 

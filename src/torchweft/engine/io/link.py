@@ -97,8 +97,9 @@ class PlainStream:
         return self._kept.position + sum(map(len, copy_of(self._queue)))
 
     @property
-    def has_queued(self) -> bool:
-        return bool(self._queue or self._unsent)
+    def queued(self) -> int:
+        """How many pieces of messages wait to be written."""
+        return len(self._queue) + len(self._unsent)
 
     @property
     def is_writing(self) -> bool:
@@ -191,7 +192,6 @@ class Link:
         parser: Cuts received bytes into frames.
         when_full: Called, on any thread, when the socket is full: ``flush`` must be called as
             soon as it is writable.
-        peer: The peer, which threads with a lease get with each frame.
         ring: Memory that carries the data instead of the connection, for a link in C.
 
     Attributes:
@@ -207,7 +207,6 @@ class Link:
         connection: socket.socket,
         parser: FrameParser,
         when_full: Callable[[Link], None],
-        peer: object = None,
         ring: Ring | None = None,
     ) -> None:
         self.incoming: deque[Frame] = deque()
@@ -229,7 +228,7 @@ class Link:
         self.read_fd = os.dup(connection.fileno()) if self._keeps else connection.fileno()
         self._write_socket = connection.dup()
         self.write_fd = self._write_socket.fileno()
-        self.native: Any = None if is_plain else self._new_native(peer, ring)
+        self.native: Any = None if is_plain else self._new_native(ring)
         self._has_ring = self.native is not None and ring is not None
         self._stream: Any = self.native or PlainStream(connection, self._keeps)
         self.claim: Callable[[], bool] = self._stream.claim
@@ -237,7 +236,7 @@ class Link:
         self.unclaim: Callable[[], None] = self._stream.unclaim
         """Gives up the right to read."""
 
-    def _new_native(self, peer: object, ring: Ring | None) -> Any:
+    def _new_native(self, ring: Ring | None) -> Any:
         assert native is not None
         # A frame that fits is within all limits; the parser in Python checks the others.
         receive_bytes = min(
@@ -248,7 +247,6 @@ class Link:
         add_frame = self.incoming.append
         return native.Link(
             self.read_fd,
-            peer,
             add_frame,
             self._keeps,
             max(receive_bytes, HEADER_BYTES),
@@ -284,12 +282,12 @@ class Link:
     @property
     def has_queued(self) -> bool:
         """Whether anything waits to be written."""
-        return bool(self._stream.has_queued) and not self.is_broken
+        return bool(self._stream.queued) and not self.is_broken
 
     @property
-    def arms(self) -> tuple[Callable[[], object] | None, Callable[[], object] | None]:
-        """What has the reactor told of data, and of room; see ``Reactor.watch_reading``."""
-        return (None, None) if self.native is None else (self.native.arm, self.native.await_room)
+    def arm(self) -> Callable[[], object] | None:
+        """What has the reactor told of data; see ``Reactor.watch_reading``."""
+        return None if self.native is None else self.native.arm
 
     # Writing
 
@@ -315,7 +313,8 @@ class Link:
 
     def _send(self, parts: Sequence[Buffer], may_block: bool) -> None:
         try:
-            if not self._stream.write(parts) and not (may_block and self._write_rest()):
+            is_written = self._stream.write(parts) or (may_block and self._write_rest())
+            if not is_written and not self._has_ring:  # The reader writes the rest to a ring.
                 self._when_full(self)
         except OSError as error:
             self._cannot_write(error)
@@ -387,7 +386,7 @@ class Link:
         Raises:
             LinkClosed: The connection has ended.
         """
-        if self._stream.has_queued:
+        if self._stream.queued:
             self._send((), may_block=False)
 
     def mend(self) -> None:
@@ -414,6 +413,8 @@ class Link:
         if connection is None:
             self._receive_parsed(may_block)
             return
+        if connection.awaits_room:
+            self.flush()
         if not connection.is_large:
             try:
                 count = connection.read(may_spin)
@@ -425,22 +426,8 @@ class Link:
                         "the connection is closed" if self._is_closed else "end of file"
                     )
                 return
-        if self.parser.is_idle:
-            self._begin_large(connection.take_data())
-        else:
-            self._receive_parsed(may_block)
-            connection.is_large = not self.parser.is_idle
-
-    def _begin_large(self, data: bytes) -> None:
-        """Has the parser in Python take over at a frame of which some bytes have arrived."""
-        view = memoryview(data)
-        while view:
-            space = self.parser.space()[0]
-            size = min(len(space), len(view))
-            space[:size] = view[:size]
-            self.incoming.extend(self.parser.received(size))
-            view = view[size:]
-        self.native.is_large = not self.parser.is_idle
+        self._receive_parsed(may_block)
+        connection.is_large = not self.parser.is_idle
 
     def _receive_parsed(self, may_block: bool) -> None:
         flags: int = _DONTWAIT
@@ -449,15 +436,22 @@ class Link:
         size = self._receive_some(flags)
         while size:
             self.incoming.extend(self.parser.received(size))
-            # No event announces data that a secure connection has already received.
-            size = self._receive_some(_DONTWAIT) if getattr(self._socket, "pending", 0) else 0
+            if self._has_ring and may_block and self.parser.large is not None:
+                size = self._receive_some(flags)  # As a socket waits for the whole frame.
+            else:
+                # No event announces data that a secure connection has already received.
+                pending = getattr(self._socket, "pending", 0)
+                size = self._receive_some(_DONTWAIT) if pending else 0
 
     def _receive_some(self, flags: int) -> int:
         """Receives into the parser's space; returns the number of bytes, 0 if none arrived yet."""
         space = self.parser.space()
+        may_block = flags != _DONTWAIT
+        counts = True
         try:
-            if self._has_ring:
-                size = int(self.native.fill(space[0], flags != _DONTWAIT))
+            if self._has_ring or (self.native is not None and self.parser.is_idle):
+                size = int(self.native.fill(space[0], may_block))
+                counts = False  # The connection in C has counted these bytes.
             elif len(space) == 1:
                 size = self._socket.recv_into(space[0], 0, flags)
             else:
@@ -468,7 +462,8 @@ class Link:
             raise LinkClosed(str(error)) from error
         if not size:
             raise LinkClosed("end of file")
-        self._bytes_received += size
+        if counts:
+            self._bytes_received += size
         return size
 
     # The end
@@ -483,7 +478,7 @@ class Link:
         """Waits, for a limited time, until everything given to ``send`` has been written."""
         deadline_s = time.monotonic() + timeout_s
         while not self._is_closed and time.monotonic() < deadline_s:
-            if not (self._stream.is_writing or self._stream.has_queued):
+            if not (self._stream.is_writing or self._stream.queued):
                 return
             time.sleep(POLL_S)
 

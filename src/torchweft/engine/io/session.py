@@ -68,7 +68,6 @@ class ResumableLink(Link):
         when_full: As for ``Link``.
         on_break: Called once for each connection that ends.
         limit_bytes: Kept bytes beyond which senders that may block wait.
-        peer: As for ``Link``.
     """
 
     _keeps = True
@@ -80,9 +79,8 @@ class ResumableLink(Link):
         when_full: Callable[[Link], None],
         on_break: BreakListener,
         limit_bytes: int,
-        peer: object = None,
     ) -> None:
-        super().__init__(connection, parser, when_full, peer)
+        super().__init__(connection, parser, when_full)
         self.resuming = threading.Lock()
         """Held by the thread that gives the link a connection."""
         self.resumption_count = 0

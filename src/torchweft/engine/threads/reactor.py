@@ -316,21 +316,13 @@ class Reactor:
         except (OSError, ValueError):
             pass  # Forgotten or closed meanwhile. ``suppress`` costs more than the call itself.
 
-    def watch_writing(
-        self, fd: int, handler: Callable[[], None], arm: Callable[[], object] | None = None
-    ) -> None:
+    def watch_writing(self, fd: int, handler: Callable[[], None]) -> None:
         """Registers ``fd``; ``handler`` is called once after each ``resume_writing``."""
         self._handlers[fd] = handler
         self._epoll.register(fd, _PAUSED)
-        if arm is not None:
-            self._arms[fd] = arm
 
     def resume_writing(self, fd: int) -> None:
         """Arms ``fd`` for one event when it can be written."""
-        arm = self._arms.get(fd)
-        if arm is not None:
-            arm()
-            return
         with contextlib.suppress(OSError, ValueError):
             self._epoll.modify(fd, _WRITE)
 

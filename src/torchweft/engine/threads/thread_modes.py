@@ -151,20 +151,24 @@ def take_away() -> Modes | None:
 has_dispatch_modes: Callable[[], int] = _native._len_torch_dispatch_stack
 has_function_modes: Callable[[], int] = _native._len_torch_function_stack
 _traced_graph: Callable[[], object] = _native._get_tracing_state
-MODES: tuple[Callable[[], object], ...] = (
+_MODES: tuple[Callable[[], object], ...] = (
     has_dispatch_modes,
     has_function_modes,
     _native._functorch.maybe_current_level,
     _traced_graph,
 )
-"""Functions that return something true within torch's modes and within the transforms of
-``torch.func``, and while ``torch.jit`` traces.
+"""Functions that return something true where ``has_modes`` is true."""
 
-Operations on tensors do what they say where none of them does, so ``any(map(call, MODES))`` is
-false. Under torch's modes, such as ``FakeTensorMode``, they may return tensors without memory, and
-record instead of compute; within ``torch.func`` they may return wrappers of tensors. So the code
-that turns tensors into bytes, and bytes into tensors, runs in ``plain_operations`` otherwise.
-"""
+
+def has_modes() -> bool:
+    """Returns whether torch has modes or transforms of ``torch.func``, or ``torch.jit`` traces.
+
+    Operations on tensors do what they say where this is false. Under torch's modes, such as
+    ``FakeTensorMode``, they may return tensors without memory, and record instead of compute;
+    within ``torch.func`` they may return wrappers of tensors. So the code that turns tensors into
+    bytes, and bytes into tensors, runs in ``plain_operations`` otherwise.
+    """
+    return any(map(call, _MODES))
 
 
 def check_untraced() -> None:

@@ -142,7 +142,7 @@ def encode_call(
     code: bytes,
     references: Sequence[HandedReference],
     payload: bytes,
-    tensors: bytes = b"",
+    tensors: bytes | bytearray = b"",
 ) -> bytes:
     """Returns the control part of a ``CALL`` or a ``POST``; ``CallHead`` explains it.
 
@@ -194,7 +194,7 @@ def encode_reply(
     message_id: int,
     references: Sequence[HandedReference],
     payload: bytes,
-    tensors: bytes = b"",
+    tensors: bytes | bytearray = b"",
 ) -> bytes:
     """Returns the control part of a ``REPLY``; see ``encode_call``."""
     size = len(payload)

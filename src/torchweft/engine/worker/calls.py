@@ -121,7 +121,7 @@ class Spins(IntEnum):
 
 Wanted = tuple[int, int, object, tuple[Callable[..., None], Any, Any] | None]
 """The messages for which a thread waits: a bit set of their kinds; the number in their frames; what
-gets them, a list, as pairs of peer and frame, or an object with a ``frame``; and a task for the
+gets them, a list, or an object with a ``frame``; and a task for the
 reactor that is due if this thread cannot go on with the message, as a signal handler has raised."""
 
 
@@ -141,30 +141,22 @@ class Waiter:
         self._reactor = reactor
 
     def lease(self, peers: Sequence[Peer]) -> Any:
-        """Returns the right to read the connections of workers; release it in any case.
+        """Returns the right to read the connection of a worker; release it in any case.
 
         Take it before sending what will be answered, so that the answer wakes no other thread.
 
         Returns:
-            The lease; None if another thread reads one of them or handles what was read, if there
-            are many, or in the plain twin: then wait for other threads.
+            The lease; None if another thread reads the connection or handles what was read, for
+            more than one worker, or in the plain twin: then wait for other threads.
         """
-        if native is None:
+        link = peers[0].link if len(peers) == 1 else None
+        if native is None or link is None or link.native is None:
             return None
-        links = []
-        for peer in peers:
-            link = peer.link
-            if link is None or link.native is None:
-                return None
-            links.append(link)
-        lease = native.Lease.take(tuple([link.native for link in links]))
-        if lease is None:
+        lease = native.Lease.take(link.native)
+        if lease is not None and (link.incoming or link.handling.locked()):
+            # What this thread waits for may be among it. Only a wait for others would notice.
+            lease.release()
             return None
-        for link in links:
-            if link.incoming or link.handling.locked():
-                # What this thread waits for may be among it. Only a wait for others would notice.
-                lease.release()
-                return None
         return lease
 
     def read(

@@ -141,13 +141,11 @@ class Links:
             knobs.FRAME_LIMIT_BYTES.get(),
         )
         if terms is None:
-            link = Link(connection, parser, self._when_full, peer, ring)
+            link = Link(connection, parser, self._when_full, ring)
         else:
             keep_alive(connection, self.patience.detection_s)
             on_break = functools.partial(self._on_break, peer)
-            link = ResumableLink(
-                connection, parser, self._when_full, on_break, self._limit_bytes, peer
-            )
+            link = ResumableLink(connection, parser, self._when_full, on_break, self._limit_bytes)
         if self.on_made is not None:
             self.on_made(link, peer)
         return link
@@ -207,10 +205,9 @@ class Links:
         bound, receiver, reactor = functools.partial, self._receiver, self._reactor
         if link.native is not None:
             hand_over = reactor.urgent.append, (receiver.take_over, peer, link)
-            link.native.watch(reactor.epoll_fd, link.write_fd, reactor.wake_fd, *hand_over)
-        arm, await_room = link.arms
-        reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link), await_room)
-        reactor.watch_reading(link.read_fd, bound(receiver.on_readable, peer, link), arm)
+            link.native.watch(reactor.epoll_fd, reactor.wake_fd, *hand_over)
+        reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
+        reactor.watch_reading(link.read_fd, bound(receiver.on_readable, peer, link), link.arm)
         if link.is_broken:
             self.pause(link)  # Race: the link broke, and was paused before it was watched.
 

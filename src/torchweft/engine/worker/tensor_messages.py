@@ -51,8 +51,7 @@ from torchweft.engine.codec.tensors import (
 from torchweft.engine.protocol.sessions import Outgoing
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark
-from torchweft.engine.threads.interrupts import call
-from torchweft.engine.threads.thread_modes import MODES, plain_operations
+from torchweft.engine.threads.thread_modes import has_modes, plain_operations
 from torchweft.engine.wire.frames import HEADER_BYTES, Buffer, Frame, encode_frame
 from torchweft.engine.wire.messages import (
     TABLES,
@@ -685,7 +684,7 @@ class Apart:
         self, peer: Peer, kind: Kind, flags: int, number: int, frame: bytearray
     ) -> Outgoing:
         """Returns the message to send; see ``Request``."""
-        if any(map(call, MODES)):
+        if has_modes():
             with plain_operations():
                 return self.message(peer, kind, flags, number, frame)
         packed = self._packed

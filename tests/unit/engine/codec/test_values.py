@@ -644,9 +644,7 @@ def test_lists_and_dicts_that_come_twice_stay_one_object() -> None:
     assert arrived["last"] is arrived["many"][-1]
 
 
-@pytest.mark.parametrize(
-    "repeated", [(1,), frozenset({1}), "x" * 33, b"x" * 33, "\ud800" * 11], ids=repr
-)
+@pytest.mark.parametrize("repeated", [(1,), frozenset({1}), "x" * 33, b"x" * 33], ids=repr)
 def test_an_object_that_cannot_be_referred_to_is_left_to_pickle(repeated: Any) -> None:
     assert encoded([repeated])[0] is not None
     assert encoded([repeated, repeated])[0] is None

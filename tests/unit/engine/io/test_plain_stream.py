@@ -41,7 +41,7 @@ def test_the_writer_takes_along_what_comes_before_it_ends(
     before_the_release(stream, lambda: stream.write([b"second"]))
     assert stream.write([b"first "])
     assert theirs.recv(100) == b"first second"
-    assert not stream.has_queued
+    assert not stream.queued
 
 
 def test_nothing_is_written_after_the_end(sockets: tuple[socket.socket, socket.socket]) -> None:

@@ -40,7 +40,7 @@ class End:
         parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 24, 1 << 26)
         options = parser, lambda link: self.is_full.set(), self._on_break, LIMIT_BYTES
         with links_of(twin):
-            self.link = ResumableLink(ours, *options, "peer")
+            self.link = ResumableLink(ours, *options)
 
     def _on_break(self, link: ResumableLink, cause: str, *, is_answer: bool) -> None:
         self.breaks.append((cause, is_answer))

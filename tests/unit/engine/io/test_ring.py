@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import select
+import signal
 import socket
 import struct
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -40,19 +42,17 @@ class Side:
     def __init__(self, connection: socket.socket, memory: mmap.mmap, is_first: bool) -> None:
         assert native is not None
         self.socket, self.memory = connection, memory
-        self.writing = connection.dup()
         self.out, self.into = HEAD_BYTES * (not is_first), HEAD_BYTES * is_first
         self.out_bytes = 2 * HEAD_BYTES + RING_BYTES * (not is_first)
         self.frames: deque[Frame] = deque()
         self.epoll = select.epoll()
         self.epoll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
-        self.epoll.register(self.writing, select.EPOLLONESHOT)
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.link: Any = native.Link(
-            connection.fileno(), "peer", self.frames.append, False, 4096, 0.0, memory, is_first
+            connection.fileno(), self.frames.append, False, 4096, 0.0, memory, is_first
         )
-        descriptors = self.epoll.fileno(), self.writing.fileno(), self.wake_fd
-        self.link.watch(*descriptors, [].append, "look at it")
+        self.tasks: list[object] = []
+        self.link.watch(self.epoll.fileno(), self.wake_fd, self.tasks.append, "look at it")
 
     def arrives(self, number: int, control: bytes = b"") -> bool:
         """Writes a frame; returns whether all of it found room."""
@@ -61,6 +61,8 @@ class Side:
     def read(self) -> list[int]:
         """Reads as a thread that an event has brought; returns the numbers of the frames."""
         assert self.link.claim()
+        if self.link.awaits_room:
+            self.link.write(())
         try:
             self.link.read(False)
         finally:
@@ -75,10 +77,9 @@ class Side:
         found += [bytes(self.frames.popleft().control) for _ in range(len(self.frames))]
 
     @property
-    def events(self) -> set[str]:
-        """What the reactor is told now."""
-        names = {self.socket.fileno(): "readable", self.writing.fileno(): "writable"}
-        return {names[fd] for fd, _ in self.epoll.poll(0)}
+    def is_woken(self) -> bool:
+        """Whether the reactor is told of something now."""
+        return bool(self.epoll.poll(0))
 
     @property
     def bells(self) -> int:
@@ -99,7 +100,6 @@ class Side:
         self.epoll.close()
         os.close(self.wake_fd)
         self.socket.close()
-        self.writing.close()
 
 
 def frame(number: int, control: bytes = b"") -> bytes:
@@ -136,7 +136,7 @@ def test_frames_of_any_size_go_around_the_end_of_the_ring(
             for _ in range(reads):
                 other.read_into(found)
                 one.link.write(())
-        while one.link.has_queued:
+        while one.link.queued:
             other.read_into(found)
             one.link.write(())
         other.read_into(found)
@@ -161,7 +161,7 @@ def test_a_reader_that_sleeps_is_rung_once(sides: tuple[Side, Side]) -> None:
     other.link.arm()
     assert one.arrives(1)
     assert one.arrives(2)
-    assert (other.bells, other.events) == (1, {"readable"})
+    assert (other.bells, other.is_woken) == (1, True)
     assert other.read() == [1, 2]
     assert other.bells == 0
 
@@ -171,7 +171,7 @@ def test_a_reader_that_is_awake_is_not_rung(sides: tuple[Side, Side]) -> None:
     other.link.arm()
     assert other.link.claim()
     assert one.arrives(1)
-    assert (other.bells, other.events) == (0, set())
+    assert (other.bells, other.is_woken) == (0, False)
     other.link.unclaim()
 
 
@@ -180,7 +180,7 @@ def test_data_that_came_before_the_flag_is_due_at_once(sides: tuple[Side, Side])
     assert one.arrives(1)
     assert other.bells == 0
     other.link.arm()
-    assert other.events == {"readable"}
+    assert other.is_woken
     assert other.read() == [1]
 
 
@@ -188,14 +188,14 @@ def test_a_lease_is_not_rung_while_it_looks_and_arms_at_its_end(sides: tuple[Sid
     one, other = sides
     assert native is not None
     other.link.arm()
-    lease = native.Lease.take((other.link,))
+    lease = native.Lease.take(other.link)
     assert one.arrives(7)
-    assert (other.bells, other.events) == (0, set())
+    assert (other.bells, other.is_woken) == (0, False)
     taken: list[Any] = []
     assert lease.wait(1 << Kind.REPLY, 7, taken, None, -1, 0, -1) == 1
     lease.release()
     assert one.arrives(8)
-    assert other.events == {"readable"}
+    assert other.is_woken
 
 
 def test_a_thread_that_an_event_brought_arms_although_a_lease_has_read_the_data(
@@ -206,54 +206,69 @@ def test_a_thread_that_an_event_brought_arms_although_a_lease_has_read_the_data(
     assert native is not None
     other.link.arm()
     assert one.arrives(7)
-    assert other.events == {"readable"}
-    lease = native.Lease.take((other.link,))
+    assert other.is_woken
+    lease = native.Lease.take(other.link)
     assert lease.wait(1 << Kind.REPLY, 7, [], None, -1, 0, -1) == 1
     lease.release()
     other.link.arm()
     assert other.bells == 1
-    assert other.events == {"readable"}
+    assert other.is_woken
     assert other.read() == []
     other.link.arm()
-    assert other.events == set()
+    assert not other.is_woken
     assert one.arrives(8)
-    assert other.events == {"readable"}
+    assert other.is_woken
 
 
 def test_a_lease_that_sleeps_is_woken_and_the_reactor_is_not(sides: tuple[Side, Side]) -> None:
     one, other = sides
     assert native is not None
     other.link.arm()
-    lease = native.Lease.take((other.link,))
+    lease = native.Lease.take(other.link)
     assert lease.wait(1 << Kind.REPLY, 7, [], None, -1, 1e-3 + time.monotonic(), -1) == 0
     assert one.arrives(7)
-    assert other.events == set()
+    assert not other.is_woken
     taken: list[Any] = []
     assert lease.wait(1 << Kind.REPLY, 7, taken, None, -1, 20 + time.monotonic(), -1) == 1
     lease.release()
 
 
-def test_a_writer_without_room_is_told_when_there_is_some(sides: tuple[Side, Side]) -> None:
+def test_the_reader_writes_the_rest_when_there_is_room(sides: tuple[Side, Side]) -> None:
     one, other = sides
-    assert not one.arrives(1, b"x" * 100)
-    one.link.await_room()
-    assert one.events == set()
+    one.link.arm()
+    assert not one.arrives(1, b"x" * 150)
+    assert not one.is_woken
     other.read()
-    assert one.bells == 1
+    assert (one.bells, one.is_woken) == (1, True)
     one.read()
-    assert one.events == {"writable"}
-    while one.link.has_queued:
-        one.link.write(())
-        other.read()
-
-
-def test_room_that_came_before_the_writer_waits_is_told_at_once(sides: tuple[Side, Side]) -> None:
-    one, other = sides
-    assert not one.arrives(1, b"x" * 100)
+    assert one.link.queued
     other.read()
     one.read()
-    one.link.await_room()
-    assert one.events == {"writable"}
+    assert not one.link.queued
+    assert other.read() == [1]
+
+
+def test_room_that_came_before_the_look_needs_no_bell(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    assert not one.arrives(1, b"x" * 100)
+    other.read()
+    assert one.link.write(())
+    assert other.read() == [1]
+
+
+def test_a_lease_leaves_the_rest_to_the_reactor(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    assert native is not None
+    lease = native.Lease.take(one.link)
+    assert not one.arrives(1, b"x" * 100)
+    assert lease.wait(1 << Kind.REPLY, 7, [], None, -1, 0, -1) == 0
+    other.read()
+    assert lease.wait(1 << Kind.REPLY, 7, [], None, -1, 20 + time.monotonic(), -1) == -1
+    assert one.tasks == []
+    lease.release()
+    assert one.tasks == ["look at it"]
+    one.read()
+    assert other.read() == [1]
 
 
 # The end
@@ -286,13 +301,106 @@ def test_a_writer_killed_at_any_byte_leaves_a_whole_frame_or_none(
     assert other.link.read(False) is None
 
 
+class Stepped:
+    """A process that carries out one step of a link an instruction at a time.
+
+    The memory and the socket are all that it leaves behind, so what they hold between two
+    instructions is what a process leaves that is killed there.
+    """
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.ptrace.argtypes = [
+            ctypes.c_long,
+            ctypes.c_long,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        ]
+        self._pid = os.fork()
+        if not self._pid:
+            self._libc.ptrace(0, 0, None, None)  # PTRACE_TRACEME
+            os.kill(os.getpid(), signal.SIGSTOP)
+            action()
+            os._exit(0)
+        os.waitpid(self._pid, 0)
+
+    def steps(self) -> Iterator[None]:
+        """Yields between two instructions, until the process has ended."""
+        while self._libc.ptrace(9, self._pid, None, None) == 0:  # PTRACE_SINGLESTEP
+            _, status = os.waitpid(self._pid, 0)
+            if os.WIFEXITED(status):
+                assert os.waitstatus_to_exitcode(status) == 0
+                return
+            yield
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        pytest.skip("this system does not let a process be traced")
+
+
+@pytest.mark.parametrize("control_bytes", [7, 90])
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_writer_killed_at_any_instruction_leaves_a_whole_frame_or_none(
+    sides: tuple[Side, Side], sleeps: bool, control_bytes: int
+) -> None:
+    one, other = sides
+    if sleeps:
+        other.link.arm()
+    states: dict[tuple[bytes, int], None] = {}
+    for _ in Stepped(lambda: one.arrives(1, b"c" * control_bytes)).steps():
+        states[bytes(one.memory), other.bells] = None
+    assert len(states) > 3
+    wholes = {check_what_is_left(memory, bells) for memory, bells in states}
+    assert wholes == ({False, True} if control_bytes == 7 else {False})
+
+
+def check_what_is_left(memory: bytes, bells: int) -> bool:
+    """Reads what a killed writer has left; returns whether that was a whole frame."""
+    one, other = pair()
+    assert native is not None
+    try:
+        one.memory[:] = memory
+        one.socket.send(b"b" * bells)
+        one.socket.shutdown(socket.SHUT_RDWR)
+        lease, taken = native.Lease.take(other.link), []
+        for outcome in (1, -1):  # The frame if there is one, and then the end; both at once.
+            found = lease.wait(1 << Kind.REPLY, 1, taken, None, -1, 20 + time.monotonic(), -1)
+            assert found == outcome or not taken
+        lease.release()
+        assert found == -1
+        assert all(frame.control == b"c" * 7 for frame in taken)
+        return len(taken) == 1
+    finally:
+        one.close()
+        other.close()
+
+
+def test_a_reader_killed_at_any_instruction_leaves_no_wait_without_end(
+    sides: tuple[Side, Side],
+) -> None:
+    """The writer has the rest of a frame, for which the reader was about to make room."""
+    one, other = sides
+    one.link.arm()
+    assert not one.arrives(1, b"x" * 90)
+    seen = set()
+    for _ in Stepped(other.read).steps():
+        is_asked = struct.unpack_from("<I", one.memory, one.out + WRITER_WAITS)[0]
+        has_room = struct.unpack_from("<Q", one.memory, one.out + READ)[0] > 0
+        seen.add((has_room, bool(is_asked), one.bells))
+        assert is_asked or has_room, "a reader that has not read must ring"
+    assert (True, False, 1) in seen
+    other.socket.shutdown(socket.SHUT_RDWR)
+    assert one.is_woken
+    assert one.link.claim()
+    one.link.read(False)  # The bell.
+    assert one.link.read(False) is None
+
+
 def test_a_reader_killed_before_its_bell_ends_the_wait_for_room(sides: tuple[Side, Side]) -> None:
     one, other = sides
     one.link.arm()
     assert not one.arrives(1, b"x" * 100)
-    one.link.await_room()
     other.socket.shutdown(socket.SHUT_RDWR)
-    assert "readable" in one.events
+    assert one.is_woken
     assert one.link.claim()
     assert one.link.read(False) is None
 
@@ -322,8 +430,7 @@ def test_garbage_in_a_field_ends_the_link_or_changes_nothing(
     for side in sides:
         for number in range(4):
             try:
-                if not side.link.write([frame(number, b"x" * 20)]):
-                    side.link.await_room()
+                side.link.write([frame(number, b"x" * 20)])
             except OSError:
                 break
     for side in sides:

@@ -88,7 +88,7 @@ class Side:
     ) -> Link:
         assert terms is None, "over a Unix socket there is no session"
         parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 20, 1 << 20)
-        return Link(connection, parser, lambda link: None, None, ring)
+        return Link(connection, parser, lambda link: None, ring)
 
     def adopt(self, peer: Peer, link: Link, terms: Terms | None) -> None:
         self.links.append(link)
