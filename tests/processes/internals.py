@@ -62,7 +62,7 @@ def break_pulling() -> None:
     def refuse(pid: int, address: int, into: memoryview) -> None:
         raise OSError(1, "not permitted any more")
 
-    copier = current().channels._home.copier
+    copier = current().channels.home.copier
     copier.pull = refuse  # type: ignore[method-assign]
 
 

@@ -41,7 +41,7 @@ copied: list[int] = []
 
 def count_copies() -> None:
     """Has this worker note its copies from now on."""
-    copier: Any = current_worker().agent.channels._home.copier
+    copier: Any = current_worker().agent.channels.home.copier
     copy, pull = copier.copy, copier.pull
 
     def counted_copy(source: int, target: int, size_bytes: int, keep: object) -> None:

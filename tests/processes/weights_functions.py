@@ -149,15 +149,16 @@ def _die_sending_a_delta() -> None:
 
     publisher.Sent = note  # type: ignore[misc, assignment]
     for link_class in (Link, ResumableLink):
-        send = link_class.send
+        for name in ("send", "hold"):
+            write = getattr(link_class, name)
 
-        def send_or_die(link: Any, states: list[Any], *, may_block: bool, send: Any = send) -> None:
-            if sizes and sum(map(len, states)) >= sizes[-1]:
-                send_half_of(link, states)
-                die()
-            send(link, states, may_block=may_block)
+            def write_or_die(link: Any, states: list[Any], write: Any = write, **how: Any) -> Any:
+                if sizes and sum(map(len, states)) >= sizes[-1]:
+                    send_half_of(link, states)
+                    die()
+                return write(link, states, **how)
 
-        link_class.send = send_or_die  # type: ignore[method-assign, assignment]
+            setattr(link_class, name, write_or_die)
 
 
 def die_when_switching() -> None:

@@ -45,7 +45,7 @@ from torchweft.engine.codec.reducers import (
 )
 from torchweft.engine.codec.tensors import is_dense
 from torchweft.engine.threads.interrupts import is_of_handler
-from torchweft.errors import ProtocolError, SerializationError
+from torchweft.errors import ProtocolError, SerializationError, UnknownFunction
 from torchweft.ids import ReferenceId
 
 Kind = TypeVar("Kind")
@@ -319,9 +319,20 @@ def _pickled(
 def _pickled_by_name(value: object) -> Packed:
     buffer, outside = io.BytesIO(), _Outside()
     pickler = pickle.Pickler(buffer, _PROTOCOL)
-    pickler.dispatch_table = _Reducers(outside)
-    pickler.dump(value)
+    pickler.dispatch_table = reducers = _Reducers(outside)
+    try:
+        pickler.dump(value)
+    finally:
+        reducers.clear()  # They refer to their table, and with it to what was taken out.
     return Packed(buffer.getvalue(), outside.tensors, outside.externals)
+
+
+def _has_name(value: object, name: bytes) -> bool:
+    """Tells whether a name still leads to a value: its module may have been loaded again."""
+    try:
+        return resolve(name) is value
+    except UnknownFunction:
+        return False
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -363,7 +374,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_definition(self, value: Any) -> Any:
         name = name_of(value, self._main_by_name)
-        if name is not None:
+        if name is not None and _has_name(value, name):
             own = f"{without_alias(value.__module__)}:{value.__qualname__}"
             return NotImplemented if text_of(name) == own else (resolve, (name,))
         if type(value) is FunctionType:

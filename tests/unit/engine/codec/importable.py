@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,3 +94,8 @@ class Unhashable:
 
     def __call__(self) -> str:
         return "called"
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: int

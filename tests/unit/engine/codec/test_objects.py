@@ -656,3 +656,32 @@ class Slow:
     def __reduce__(self) -> Any:
         time.sleep(0)  # Another thread may run in the middle of a dump.
         return Slow, ()
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_class_whose_module_was_loaded_again_goes_by_value(
+    monkeypatch: pytest.MonkeyPatch, is_removed: bool
+) -> None:
+    value = importable.Pair(torch.ones(2), 1)
+    assert type(object_trip(value)) is importable.Pair
+    assert functions.name_of(importable.Pair, main_by_name=True) is not None  # It is kept.
+    if is_removed:
+        monkeypatch.delattr(importable, "Pair")
+    else:
+        monkeypatch.setattr(importable, "Pair", type("Pair", (), {}))
+    arrived: Any = object_trip(value)
+    assert arrived.y == 1
+    assert arrived.x.tolist() == [1, 1]
+
+
+def test_packing_leaves_no_circle_that_keeps_tensors() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        tensor = torch.ones(2)
+        ended = weakref.ref(tensor)
+        assert pack(Batch(tensor), main_by_name=True).tensors[0] is tensor
+        del tensor
+        assert ended() is None
+    finally:
+        gc.enable()

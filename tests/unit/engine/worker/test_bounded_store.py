@@ -91,9 +91,9 @@ def test_a_store_that_was_silent_once_is_not_asked_again() -> None:
 @pytest.mark.parametrize("answers", [0, 1, 2, 3])
 def test_joining_ends_in_time_whenever_the_store_becomes_silent(rank: int, answers: int) -> None:
     silent = Silent(answers)
+    me = Registration("me", rank, ("unix:@x",))
     began_s = time.monotonic()
     with pytest.raises(RendezvousTimeout, match="does not answer for"):
-        me = Registration("me", rank, ("unix:@x",))
         join(BoundedStore(silent, 0.2), me, 3, 0.2, deque(maxlen=1))
     assert time.monotonic() - began_s < 3.0
     silent.go_on.set()
