@@ -160,7 +160,7 @@ def test_a_backward_pass_may_be_interrupted_at_any_step(pair: Pair) -> None:
         is_interrupted = interrupt_at(step, run)
         check_is_sound(pair)
         pair.caller.engine.release(context_id)
-        step += every(5)
+        step += every(1)
     assert step > 100
     context_id, run = pass_in(pair)
     run()
@@ -191,7 +191,7 @@ def test_nothing_of_an_interrupted_context_stays(pair: Pair) -> None:
             assert current_id() == 0
             if step % 20 == 0:
                 check_is_sound(pair)
-            step += every(3)
+            step += every(1)
         assert step > 100
         step_in_a_context(pair)
         wait_until(lambda: left() == [[[], {}, {}]] * 2, "the release of all contexts")

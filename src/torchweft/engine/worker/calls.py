@@ -153,11 +153,16 @@ class Waiter:
         if native is None or link is None or link.native is None:
             return None
         lease = native.Lease.take(link.native)
-        if lease is not None and (link.incoming or link.handling.locked()):
+        try:
             # What this thread waits for may be among it. Only a wait for others would notice.
-            lease.release()
-            return None
-        return lease
+            if lease is None or not (link.incoming or link.handling.locked()):
+                return lease
+        except BaseException:
+            if lease is not None:
+                lease.release()  # Else the link is unread for as long as the traceback lives.
+            raise
+        lease.release()
+        return None
 
     def read(
         self,
