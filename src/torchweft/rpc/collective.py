@@ -20,7 +20,7 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -156,7 +156,14 @@ class Gatherings:
     def __len__(self) -> int:
         return len(self._open)
 
-    def gather(self, value: Any, workers: Iterable[Peer], kind: str, limits: Limits) -> Outcome:
+    def gather(
+        self,
+        value: Any,
+        workers: Iterable[Peer],
+        kind: str,
+        limits: Limits,
+        tell_all: Callable[[Any, dict[str, Any]], None] | None = None,
+    ) -> Outcome:
         """Brings ``value`` and waits until all ``workers``, including this one, have brought one.
 
         Raises as ``all_gather``.
@@ -177,7 +184,7 @@ class Gatherings:
             key = Key(ids, kind, number)
             gathering = self._found(key, missing=ids if leader.is_self else ())
         if leader.is_self:
-            return self._lead(key, value, limits)
+            return self._lead(key, value, limits, tell_all or tell)
         try:
             self._bring(key, value, leader, limits)
             # Race: the loss may have been reported before this gathering was registered.
@@ -260,7 +267,7 @@ class Gatherings:
 
     # The leader
 
-    def _lead(self, key: Key, value: Any, limits: Limits) -> Outcome:
+    def _lead(self, key: Key, value: Any, limits: Limits, tell_all: Callable[..., None]) -> Outcome:
         """Brings this worker's value, waits for the others, then sends the values to them."""
         gathering = self.brought(key, self._agent.me, value)
         if not self._wait(key, gathering, limits):
@@ -272,7 +279,7 @@ class Gatherings:
         for peer in filter(None, map(self._agent.peers.get, key.workers[1:])):
             try:
                 with detached():  # Sent even if the caller of the served call has given up.
-                    call = rpc_async(peer.info, tell, (key, values), None, limits.call_s)
+                    call = rpc_async(peer.info, tell_all, (key, values), None, limits.call_s)
             except Exception as error:
                 problem = problem or error
                 self._tell_failure(key, peer, failure(error, key.kind, self._agent.me.name))

@@ -75,7 +75,7 @@ MEMBERSHIP = _made(_ALTERNATIVES_OF_MEMBERSHIP)
 INTERNAL_STEPS = {
     **_made(_ALTERNATIVES),
     **MEMBERSHIP,
-    **_made(dict.fromkeys(("_gather_to_leader", "_broadcast_to_followers"), _GATHER)),
+    **_made({"_gather_to_leader": _GATHER}),
     "_cleanup_python_rpc_handler": _cleanup_python_rpc_handler,
 }
 """Those of ``torch.distributed.rpc.api``."""

@@ -31,6 +31,7 @@ from torchweft.compat.rpc.internal import (
 )
 from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.compat.waiting import _thread_local_var, _wait_all, note_future
+from torchweft.engine.codec.registry import remotely_callable_unless_strict
 from torchweft.engine.worker import current as current_agent
 from torchweft.errors import (
     CallError,
@@ -40,7 +41,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.collective import Gathering, Limits, current_gatherings, members
+from torchweft.rpc.collective import Gathering, Limits, current_gatherings, members, tell
 from torchweft.rpc.futures import Future, fail
 
 __all__ = [
@@ -259,7 +260,7 @@ def _gather(
     agent = current_agent.current()
     limits = _limits(timeout, agent.default_timeout_s)
     peers = members(agent, worker_names or None)
-    outcome = current_gatherings().gather(obj, peers, name, limits)
+    outcome = current_gatherings().gather(obj, peers, name, limits, _broadcast_to_followers)
     failed = {
         follower: error
         for follower, call in outcome.calls.items()
@@ -275,6 +276,12 @@ def _gather(
             call=name,
         ) from first
     return outcome.values
+
+
+@remotely_callable_unless_strict
+def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
+    """Tells a follower all values. A program may put another function in its place there."""
+    tell(sequence_id, objects_map)
 
 
 def _within(name: str) -> str:

@@ -95,6 +95,7 @@ remotely_callable = Mark(
 their arguments: types, that functions are registered, and that objects were made for them."""
 
 remotely_callable_unless_strict = Mark(
+    "torchweft.compat.rpc.api",
     "torchweft.compat.rpc.references",
     "torchweft.observe.examining",
 )

@@ -36,6 +36,7 @@ CALLERS = {
     "call_servers",
     "call_to",
     "create",
+    "gather",
     "remote",
     "rpc_async",
     "rpc_sync",
