@@ -201,12 +201,13 @@ class _Unpickler(pickle.Unpickler):
         externals: Sequence[object],
     ) -> None:
         super().__init__(io.BytesIO(payload))
-        self._taken_out = taken_out(tensors, externals)
+        self._tensors, self._externals = tensors, externals
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self._taken_out.get((module, name))
-        if found is not None:
-            return found
+        if module == __name__:
+            found = taken_out(self._tensors, self._externals).get((module, name))
+            if found is not None:
+                return found
         if module in MAIN_MODULES:
             module = "__main__"
         try:

@@ -548,7 +548,10 @@ def _reduce_scalar(scalar: np.generic) -> Reduced | None:
 
 @rebuilds_plain
 def _scalar(kind: str, content: Any) -> Any:
-    return _array(kind, (), content, "C")[()]
+    dtype = _dtype_named(kind)
+    if type(content) is not bytes or len(content) != dtype.itemsize:
+        raise ProtocolError(f"a message makes a value of numpy of other bytes than {dtype} has")
+    return np.ndarray((), dtype, content)[()]
 
 
 @rebuilds_plain
