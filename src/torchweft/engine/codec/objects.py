@@ -204,10 +204,10 @@ class _Unpickler(pickle.Unpickler):
         self._tensors, self._externals = tensors, externals
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == __name__:
-            found = taken_out(self._tensors, self._externals).get((module, name))
-            if found is not None:
-                return found
+        if module == __name__ and name == _tensor.__name__:
+            return self._tensors.__getitem__
+        if module == __name__ and name == _external.__name__:
+            return self._externals.__getitem__
         if module in MAIN_MODULES:
             module = "__main__"
         try:
@@ -222,12 +222,39 @@ class NotByValue(pickle.PicklingError):
     """A function would have to travel by value, and cannot."""
 
 
-class _Outside:
-    """The objects that are taken out of one pickle: tensors, and those of registered classes."""
+_BY_CLASS = operator.methodcaller("__reduce_ex__", _PROTOCOL)
+
+
+def _reduce_ordered(value: OrderedDict[Any, Any]) -> Any:
+    # A module has a dozen empty ones, whose own way of pickling would take most of its time.
+    return value.__reduce_ex__(_PROTOCOL) if value or value.__dict__ else (OrderedDict, ())
+
+
+class _Outside(dict[type, Callable[[Any], Any]]):
+    """The objects that are taken out of one pickle: tensors, and those of registered classes.
+
+    It is also the table of reducers of a pickler in C. The reducer of a class is chosen at its
+    first object.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.externals: list[object] = []
+
+    def __missing__(self, kind: Any) -> Callable[[Any], Any]:
+        if _may_be_outside(kind):
+            reducer: Callable[[Any], Any] = self._reduce_any
+        else:
+            usual = _reduce_ordered if kind is OrderedDict else _BY_CLASS
+            reducer = copyreg.dispatch_table.get(kind, usual)
+        self[kind] = reducer
+        return reducer
+
+    def _reduce_any(self, value: Any) -> Any:
+        reduced = self.reduce(value)
+        if reduced is not NotImplemented:
+            return reduced
+        return copyreg.dispatch_table.get(type(value), _BY_CLASS)(value)
 
     def reduce(self, value: Any) -> Any:
         """Takes an object out, or apart as torch's need it; returns NotImplemented for others."""
@@ -249,47 +276,16 @@ class _Outside:
         return reduced
 
 
-_BY_CLASS = operator.methodcaller("__reduce_ex__", _PROTOCOL)
-
-
 @functools.lru_cache(1024)
 def _may_be_outside(kind: type) -> bool:
-    """Tells whether ``_Outside.reduce`` may take objects of a class out, or apart."""
-    return is_reduced(kind) or issubclass(kind, (Tensor, *_external_types))
+    """Tells whether ``_Outside.reduce`` may take objects of a class out, or apart.
 
-
-def _reduce_ordered(value: OrderedDict[Any, Any]) -> Any:
-    # A module has a dozen empty ones, whose own way of pickling would take most of its time.
-    return value.__reduce_ex__(_PROTOCOL) if value or value.__dict__ else (OrderedDict, ())
-
-
-class _Reducers(dict[type, Callable[[Any], Any]]):
-    """The reducers of a pickler in C for one pickle, each chosen at the first object of its class.
-
-    Args:
-        outside: Takes objects out.
+    Raises:
+        KeyError: It is a metaclass, whose objects the pickler sends by name.
     """
-
-    def __init__(self, outside: _Outside) -> None:
-        super().__init__()
-        self._outside = outside
-
-    def __missing__(self, kind: Any) -> Callable[[Any], Any]:
-        if issubclass(kind, type):
-            raise KeyError(kind)  # The pickler sends a class by its name.
-        if _may_be_outside(kind):
-            reducer: Callable[[Any], Any] = self._reduce
-        else:
-            usual = _reduce_ordered if kind is OrderedDict else _BY_CLASS
-            reducer = copyreg.dispatch_table.get(kind, usual)
-        self[kind] = reducer
-        return reducer
-
-    def _reduce(self, value: Any) -> Any:
-        reduced = self._outside.reduce(value)
-        if reduced is not NotImplemented:
-            return reduced
-        return copyreg.dispatch_table.get(type(value), _BY_CLASS)(value)
+    if issubclass(kind, type):
+        raise KeyError(kind)
+    return is_reduced(kind) or issubclass(kind, (Tensor, *_external_types))
 
 
 def _pickled(
@@ -317,15 +313,40 @@ def _pickled(
     return Packed(buffer.getvalue(), outside.tensors, outside.externals)
 
 
+class _NamePickler:
+    """Pickle's own pickler, in C, for one pickle after the other: making one takes a third."""
+
+    def __init__(self) -> None:
+        self.buffer, self.outside = io.BytesIO(), _Outside()
+        self.pickler = pickle.Pickler(self.buffer, _PROTOCOL)
+        self.pickler.dispatch_table = self.outside
+
+    def pack(self, value: object) -> Packed:
+        """Pickles a value; after an error the pickler is of no use."""
+        outside = self.outside
+        try:
+            self.pickler.dump(value)
+            packed = Packed(self.buffer.getvalue(), outside.tensors, outside.externals)
+        finally:
+            outside.clear()  # Its reducers refer to it, and with it to what was taken out.
+        outside.tensors, outside.externals = [], []
+        self.pickler.clear_memo()
+        self.buffer.seek(0)
+        self.buffer.truncate()
+        return packed
+
+
+_idle_picklers: list[_NamePickler] = []
+
+
 def _pickled_by_name(value: object) -> Packed:
-    buffer, outside = io.BytesIO(), _Outside()
-    pickler = pickle.Pickler(buffer, _PROTOCOL)
-    pickler.dispatch_table = reducers = _Reducers(outside)
     try:
-        pickler.dump(value)
-    finally:
-        reducers.clear()  # They refer to their table, and with it to what was taken out.
-    return Packed(buffer.getvalue(), outside.tensors, outside.externals)
+        pickler = _idle_picklers.pop()
+    except IndexError:  # Others use all, also this thread: a value's reducer may pack another one.
+        pickler = _NamePickler()
+    packed = pickler.pack(value)
+    _idle_picklers.append(pickler)
+    return packed
 
 
 def _has_name(value: object, name: bytes) -> bool:
