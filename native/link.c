@@ -16,6 +16,9 @@
 #include <unistd.h>
 
 enum { HEADER_BYTES = 16, MOST_PIECES = 64, LONG_COPY_BYTES = 1 << 15 };
+/* A training step takes pauses that are longer than those between other calls: waits near messages
+ * of backward passes may spin for longer. */
+enum { BACKWARD = 9, GRADIENTS = 10, NEAR_FRAMES = 16, NEAR_SPINS = 2 };
 
 /* ---------------------------------------------------------------------------------- Writing */
 
@@ -231,6 +234,10 @@ static int link_cut(connection *self, PyObject **frame)
     *frame = parts == NULL ? NULL : PyTuple_Type.tp_new(type, parts, NULL);
     Py_XDECREF(parts);
     self->data_begin += *frame == NULL ? 0 : (size_t)size;
+    if (head.kind == BACKWARD || head.kind == GRADIENTS)
+        self->near_pass = NEAR_FRAMES;
+    else if (self->near_pass > 0)
+        self->near_pass--;
     return *frame == NULL ? -1 : 1;
 }
 
@@ -262,6 +269,8 @@ bool link_receive(connection *self)
 
 bool link_look(connection *self, spinning *policy)
 {
+    if (policy != NULL)
+        policy->spin_s = self->near_pass > 0 ? NEAR_SPINS * self->spin_s : self->spin_s;
     bool is_any, spins = policy != NULL && spin_is_worthwhile(policy);
     self->is_looking = true;
     Py_BEGIN_ALLOW_THREADS
@@ -457,11 +466,10 @@ static PyObject *link_new(PyTypeObject *type, PyObject *arguments, PyObject *Py_
     connection *self = (connection *)type->tp_alloc(type, 0); /* All bytes are 0. */
     int keeps, is_first = false;
     Py_ssize_t receive_bytes;
-    double spin_s;
     if (self == NULL)
         return NULL;
     if (!PyArg_ParseTuple(arguments, "iOpnd|w*p", &self->fd, &self->add_frame, &keeps, &receive_bytes,
-                          &spin_s, &self->memory, &is_first)) {
+                          &self->spin_s, &self->memory, &is_first)) {
         self->add_frame = NULL;
         Py_DECREF(self);
         return NULL;
@@ -473,8 +481,7 @@ static PyObject *link_new(PyTypeObject *type, PyObject *arguments, PyObject *Py_
     self->data = PyMem_RawMalloc(self->data_capacity);
     self->parts = self->data == NULL ? PyErr_NoMemory() : PyList_New(0);
     for (int kind = 0; kind < SPIN_KINDS; kind++)
-        self->spins[kind] = (spinning){.spin_s = spin_s, .may_end_rest = true};
-    self->spins[FOR_PASSES].spin_s = 3 * spin_s;
+        self->spins[kind] = (spinning){.may_end_rest = true};
     if (self->memory.buf != NULL)
         ring_open(self, is_first);
     if (self->parts == NULL)

@@ -54,6 +54,8 @@ typedef struct {
     lease *lease;        /* That of the thread that reads, or NULL. */
     unsigned long long bytes_sent, bytes_received;
     spinning spins[SPIN_KINDS];
+    double spin_s;        /* For how long waits spin at most, */
+    int near_pass;        /* and how many frames after a message of a pass they spin for longer. */
 
     Py_buffer memory;     /* Of the ring; both directions are NULL without one. */
     ring_head *in, *out;
