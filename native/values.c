@@ -13,18 +13,18 @@ enum {
     TORCH, SIZE, NAME, MADE, BIG_INTEGER, HOME,
 };
 /* The same limits as in values.py. */
-enum { DEPTH_LIMIT = 150, REPEATED_BYTES = 32, COMPLEX_BYTES = 16, HOME_BYTES = 24 };
+enum { DEPTH_LIMIT = 150, REPEATED_BYTES = 32, MOST_MADE = 8, COMPLEX_BYTES = 16, HOME_BYTES = 24 };
 enum { FEW = 16 };
 
-static PyObject *unfold;  /* Returns the parts of a value of a kind that needs code in Python, */
-static PyObject *rebuild; /* and this makes the value of its parts. */
+static PyObject *unfold;     /* Returns the parts of a value of a kind that needs code in Python, */
+static PyObject *rebuilders; /* and these make the value of its parts: a list, by tag. */
 static PyObject *name_dict;
 
-/* set_value_parts(unfold, rebuild); called once. */
+/* set_value_parts(unfold, rebuilders); called once. */
 PyObject *values_set_parts(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     name_dict = PyUnicode_InternFromString("__dict__");
-    if (name_dict == NULL || !PyArg_ParseTuple(arguments, "OO", &unfold, &rebuild))
+    if (name_dict == NULL || !PyArg_ParseTuple(arguments, "OO!", &unfold, &PyList_Type, &rebuilders))
         return NULL;
     Py_INCREF(arguments); /* They stay for as long as the module. */
     Py_RETURN_NONE;
@@ -44,7 +44,7 @@ typedef struct {
     numbered *slots;
     size_t count, capacity; /* Of slots; the capacity is a power of two, or 0. */
     uint32_t container_count;
-    int depth;
+    int depth, made_count;
 } encoder;
 
 /* Returns the slot of an object, or the free one where it belongs. */
@@ -149,11 +149,14 @@ static int add_unfolded(encoder *into, PyObject *value)
     int status = -1;
     if (parts != NULL && parts != Py_None) {
         PyObject *first = PyTuple_GET_ITEM(parts, 0);
-        status = buffer_add(&into->out, PyBytes_AS_STRING(first), (size_t)PyBytes_GET_SIZE(first));
-        into->depth++;
+        bool is_made = PyBytes_AS_STRING(first)[0] == MADE;
+        if (!is_made || (++into->made_count <= MOST_MADE && !check_first(into, value)))
+            status = buffer_add(&into->out, PyBytes_AS_STRING(first), (size_t)PyBytes_GET_SIZE(first));
+        int depth = into->depth;
+        into->depth += is_made ? 2 : 1;
         for (Py_ssize_t index = 1; !status && index < PyTuple_GET_SIZE(parts); index++)
             status = add(into, PyTuple_GET_ITEM(parts, index));
-        into->depth--;
+        into->depth = depth;
     }
     Py_XDECREF(parts);
     return status;
@@ -384,7 +387,7 @@ static PyObject *rebuilt(int tag, PyObject *first, PyObject *second)
 {
     PyObject *made = NULL;
     if (first != NULL && second != NULL)
-        made = PyObject_CallFunction(rebuild, "iOO", tag, first, second);
+        made = PyObject_CallFunctionObjArgs(PyList_GET_ITEM(rebuilders, tag), first, second, NULL);
     Py_XDECREF(first);
     Py_XDECREF(second);
     return made;

@@ -41,7 +41,7 @@ class Native(Protocol):
     ) -> None:
         """Takes a dtype of ``codec.tensors``; called once for each."""
 
-    def set_value_parts(self, unfold: Callable[..., Any], rebuild: Callable[..., Any], /) -> None:
+    def set_value_parts(self, unfold: Callable[..., Any], rebuilders: list[Any], /) -> None:
         """Takes what ``codec.values`` needs of Python; called once."""
 
     def encode_tensors(self, tensors: Sequence[Tensor], /) -> tuple[bytearray, bool] | None:
@@ -54,7 +54,7 @@ class Native(Protocol):
         self,
         value: object,
         tensors: list[Tensor],
-        main_by_name: bool,
+        receiver: int,
         home_of: Callable[[Any], ReferenceId | None],
         /,
     ) -> bytes | None:
@@ -69,7 +69,7 @@ class Native(Protocol):
         code: bytes,
         values: tuple[Any, ...],
         tensors: list[Tensor],
-        main_by_name: bool,
+        receiver: int,
         home_of: Callable[[Any], ReferenceId | None],
         inlines: bool,
         /,
@@ -107,7 +107,7 @@ class Native(Protocol):
         number: int,
         context_id: int,
         result: object,
-        main_by_name: bool,
+        receiver: int,
         most_tensors: int,
         home_of: Callable[[Any], ReferenceId | None],
         /,

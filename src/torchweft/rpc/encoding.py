@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from torchweft import knobs
 from torchweft.autograd.contexts import current_id
@@ -23,6 +21,7 @@ from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
 from torchweft.engine.codec.by_value import take_apart
 from torchweft.engine.codec.functions import name_of, resolve
+from torchweft.engine.codec.makers import NO_MAKERS
 from torchweft.engine.codec.objects import Packed, pack, pack_plain
 from torchweft.engine.codec.tensors import (
     NO_MEMORY,
@@ -109,7 +108,7 @@ def plain_frame(
     code: bytes,
     values: tuple[Any, ...],
     tensors: list[Tensor],
-    main_by_name: bool,
+    receiver: int,
     home_of: Callable[[Any], ReferenceId | None],
     inlines: bool,
 ) -> tuple[bytearray, bool] | None:
@@ -123,7 +122,7 @@ def plain_frame(
         code: The code of the function, or empty.
         values: The arguments.
         tensors: An empty list, which gets the tensors.
-        main_by_name: Whether the receiver runs the same main program.
+        receiver: As for ``values.encode``.
         home_of: As for ``values.encode``.
         inlines: Whether tensors may stand in the frame.
 
@@ -132,7 +131,7 @@ def plain_frame(
         tensors that do not stand in the frame, and for those in torch's modes, where they cannot
         be read.
     """
-    payload = encode(values, tensors, main_by_name, home_of)
+    payload = encode(values, tensors, receiver, home_of)
     if payload is None:
         return None
     inlined: Encoded | None = NO_TENSORS
@@ -149,11 +148,6 @@ encode_whole = plain_frame if native is None else native.encode_call
 """Does as ``plain_frame``."""
 
 
-ENCODED_RESULTS = frozenset(
-    {bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, OrderedDict}
-    | {torch.Size, torch.dtype, torch.device, Tensor, Parameter, type(None)}
-)
-"""Types of results that go without pickle where they can."""
 _TOGETHER = "a function in what another function captures goes by value in one pickle with it"
 _OWN = b"torchweft."
 """The beginning of the names of Weft's own functions."""
@@ -188,7 +182,9 @@ class Encoder:
 
     def _learn_to_encode(self, peer: Peer) -> None:
         by_name = peer.main_by_name
+        peer.receiver = int(by_name)
         if peer.registration.is_strict and not peer.is_self:
+            peer.receiver |= NO_MAKERS
             peer.pack = partial(pack_plain, main_by_name=by_name)
         else:
             obstacle = why_not_by_value(self._agent.me.registration, peer.registration)
@@ -249,7 +245,7 @@ class Encoder:
         made = None
         if (name is not None or code) and not peer.is_self:
             inlines = not (peer.device_maps.moves_host_of_calls or shared_ranges)
-            made = encode_whole(*head, code, sent, tensors, by_name, home_of, inlines)
+            made = encode_whole(*head, code, sent, tensors, peer.receiver, home_of, inlines)
         if made is None:
             if has_modes():
                 check_untraced()
@@ -306,7 +302,7 @@ class Encoder:
         packed = None
         if not peer.is_self and (code or not called):
             tensors: list[Tensor] = []
-            payload = encode(sent, tensors, peer.main_by_name, home_of)
+            payload = encode(sent, tensors, peer.receiver, home_of)
             if payload is not None and all(map(is_dense, tensors)):
                 packed = Packed(payload, tensors, [])
             elif code:
@@ -437,14 +433,6 @@ class Encoder:
                 return b"", [result], (), inlined
         elif result is None:
             return b"", [], (), NO_TENSORS
-        elif kind in ENCODED_RESULTS and kind is not Tensor:
-            tensors: list[Tensor] = []
-            payload = encode(result, tensors, peer.main_by_name)
-            if payload is not None:
-                self._check_count(tensors)
-                inlined = encode_tensors(tensors) if tensors else NO_TENSORS
-                if inlined is not None or all(map(is_dense, tensors)):
-                    return payload, tensors, (), inlined
         packed = peer.pack(result)
         self._check_count(packed.tensors)
         return (*packed, encode_tensors(packed.tensors) if packed.tensors else NO_TENSORS)

@@ -56,7 +56,7 @@ from torchweft.ids import ReferenceId
 from torchweft.native import native
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.decoding import Decoder
-from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
+from torchweft.rpc.encoding import Encoder
 from torchweft.rpc.unseen import UnseenErrors
 
 
@@ -212,13 +212,12 @@ class Worker:
         try:
             if (
                 native is not None
-                and type(result) in ENCODED_RESULTS
                 and not (type(result) is torch.Tensor and result.requires_grad)
                 and context_id in NO_CONTEXTS
                 and not (peer.is_self or peer.device_maps.moves_host_of_answers or shared_ranges)
             ):
-                by_name, most = peer.main_by_name, self._tensor_limit
-                answer = native.encode_result(number, context_id, result, by_name, most, no_home)
+                receiver, most = peer.receiver, self._tensor_limit
+                answer = native.encode_result(number, context_id, result, receiver, most, no_home)
             if answer is None:
                 payload, tensors, externals, inlined = self.encoder.packed_result(peer, result)
                 if context_id or inlined is None or inlined[1]:

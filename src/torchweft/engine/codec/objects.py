@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import cloudpickle
 from torch import Tensor
 
-from torchweft.engine.codec import by_value, values
+from torchweft.engine.codec import by_value, makers, values
 from torchweft.engine.codec.diagnosis import diagnose
 from torchweft.engine.codec.functions import (
     MAIN_MODULES,
@@ -75,6 +75,7 @@ def register_external(kind: type[Kind]) -> type[Kind]:
     """Has all instances of ``kind`` taken out of every pickle from now on; a class decorator."""
     global _external_types
     _external_types = (*_external_types, kind)
+    makers.leave_to_pickle(kind)
     _may_be_outside.cache_clear()
     return kind
 

@@ -227,6 +227,8 @@ class Peer:
         self.takes_code = False
         """Whether functions that go by value to the peer are taken apart."""
         # Set by ``Encoder``. What is kept of a peer is kept here, so that it goes with the peer.
+        self.receiver = 0
+        """What ``values.encode`` has to know of it."""
         self.pack: Callable[..., Any] = _not_set
         """Packs values that are not simple for the peer."""
         self.not_by_value = ""
