@@ -44,8 +44,8 @@ static PyObject *frame_of(const struct iovec *parts, int count, PyObject *tensor
     return frame;
 }
 
-/* encode_call(timeout_s, creation, name, span, code, values, tensors, main_by_name, home_of, inlines):
- * returns the frame, and whether a tensor requires grad, as `plain_frame` does; or None. */
+/* encode_call(timeout_s, creation, name, span, code, values, tensors, receiver, home_of, inlines):
+ * returns the frame, and whether a tensor requires grad, or False or None, as `plain_frame` does. */
 PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {
     if (count != 10 || !PyBytes_Check(arguments[2]) || !PyBytes_Check(arguments[3]) ||
@@ -56,7 +56,7 @@ PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t c
     if (PyErr_Occurred())
         return NULL;
     PyObject *payload = values_encode(module, arguments + 5, 4), *made = NULL;
-    if (payload == NULL || payload == Py_None)
+    if (payload == NULL || payload == Py_False)
         return payload;
     const char header[FRAME_HEADER_BYTES] = {0}; /* It is filled in with the number of the call. */
     const struct iovec parts[] = {
@@ -81,7 +81,7 @@ PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t c
     return Py_BuildValue("NO", made, requires_grad ? Py_True : Py_False);
 }
 
-/* encode_result(number, context_id, result, main_by_name, most_tensors, home_of) -> the frame of a
+/* encode_result(number, context_id, result, receiver, most_tensors, home_of) -> the frame of a
  * REPLY; None for a result that is not encoded here, and for tensors with a graph. */
 PyObject *call_encode_result(PyObject *module, PyObject *arguments)
 {
@@ -95,7 +95,7 @@ PyObject *call_encode_result(PyObject *module, PyObject *arguments)
     PyObject *payload = tensors == NULL ? NULL : values_encode(module, values, 4);
     bool is_bare = result == Py_None || (PyObject *)Py_TYPE(result) == library.tensor_type;
     bool requires_grad = false;
-    if (payload != NULL && payload != Py_None && PyList_GET_SIZE(tensors) <= most) {
+    if (payload != NULL && payload != Py_False && PyList_GET_SIZE(tensors) <= most) {
         struct iovec value = part_of(payload);
         if (is_bare)
             value.iov_len = 0;

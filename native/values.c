@@ -40,7 +40,7 @@ typedef struct {
 typedef struct {
     buffer out;
     PyObject *tensors;                /* A list, which gets each tensor once. */
-    PyObject *main_by_name, *home_of; /* For `unfold`. */
+    PyObject *receiver, *home_of;     /* For `unfold`. */
     numbered *slots;
     size_t count, capacity; /* Of slots; the capacity is a power of two, or 0. */
     uint32_t container_count;
@@ -144,7 +144,7 @@ static int add_unfolded(encoder *into, PyObject *value)
 {
     if (into->depth >= DEPTH_LIMIT)
         return -1;
-    PyObject *parts = PyObject_CallFunctionObjArgs(unfold, value, into->main_by_name, into->home_of,
+    PyObject *parts = PyObject_CallFunctionObjArgs(unfold, value, into->receiver, into->home_of,
                                                    NULL);
     int status = -1;
     if (parts != NULL && parts != Py_None) {
@@ -271,17 +271,17 @@ static int add(encoder *into, PyObject *value)
     return add_unfolded(into, value);
 }
 
-/* encode_values(value, tensors, main_by_name, home_of) -> bytes, or None where it has to give up. */
+/* encode_values(value, tensors, receiver, home_of) -> bytes, or False where it has to give up. */
 PyObject *values_encode(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
     if (count != 4 || !PyList_CheckExact(arguments[1]))
         return PyErr_Format(PyExc_TypeError, "encode_values takes a value, a list and two more");
-    encoder into = {.tensors = arguments[1], .main_by_name = arguments[2], .home_of = arguments[3]};
+    encoder into = {.tensors = arguments[1], .receiver = arguments[2], .home_of = arguments[3]};
     PyObject *made = NULL;
     if (!add(&into, arguments[0]))
         made = PyBytes_FromStringAndSize((char *)into.out.data, (Py_ssize_t)into.out.size);
     else if (!PyErr_Occurred())
-        made = Py_NewRef(Py_None);
+        made = Py_NewRef(Py_False);
     PyMem_Free(into.out.data);
     for (size_t index = 0; index < into.capacity; index++)
         Py_XDECREF(into.slots[index].object);

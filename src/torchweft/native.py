@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -57,8 +57,8 @@ class Native(Protocol):
         receiver: int,
         home_of: Callable[[Any], ReferenceId | None],
         /,
-    ) -> bytes | None:
-        """Does as ``values.encode``."""
+    ) -> bytes | Literal[False]:
+        """Does as ``values.encode``; False where that returns None."""
 
     def encode_call(
         self,
@@ -73,7 +73,7 @@ class Native(Protocol):
         home_of: Callable[[Any], ReferenceId | None],
         inlines: bool,
         /,
-    ) -> tuple[bytearray, bool | None] | None:
+    ) -> tuple[bytearray, bool | None] | Literal[False] | None:
         """Does as ``rpc.encoding.plain_frame``; None also for what is too large."""
 
     def decode_values(

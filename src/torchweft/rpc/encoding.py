@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ def plain_frame(
     receiver: int,
     home_of: Callable[[Any], ReferenceId | None],
     inlines: bool,
-) -> tuple[bytearray, bool] | None:
+) -> tuple[bytearray, bool] | Literal[False] | None:
     """Returns a call as a frame without its header and the numbers of its graph.
 
     Args:
@@ -127,13 +127,13 @@ def plain_frame(
         inlines: Whether tensors may stand in the frame.
 
     Returns:
-        The frame, and whether a tensor requires grad. None for values that go by pickle, for
+        The frame, and whether a tensor requires grad. False for values that go by pickle. None for
         tensors that do not stand in the frame, and for those in torch's modes, where they cannot
         be read.
     """
     payload = encode(values, tensors, receiver, home_of)
     if payload is None:
-        return None
+        return False
     inlined: Encoded | None = NO_TENSORS
     if tensors:
         inlined = encode_tensors(tensors) if inlines and not has_modes() else None
@@ -185,12 +185,13 @@ class Encoder:
         peer.receiver = int(by_name)
         if peer.registration.is_strict and not peer.is_self:
             peer.receiver |= NO_MAKERS
-            peer.pack = partial(pack_plain, main_by_name=by_name)
+            peer.pack = peer.pickle = partial(pack_plain, main_by_name=by_name)
         else:
             obstacle = why_not_by_value(self._agent.me.registration, peer.registration)
             peer.not_by_value = obstacle
             peer.takes_code = not (obstacle or peer.is_self)
             peer.pack = partial(pack, main_by_name=by_name, not_by_value=obstacle)
+            peer.pickle = partial(peer.pack, needs_pickle=True)
         owner = peer.id
 
         def home_of(value: Any) -> ReferenceId | None:
@@ -242,11 +243,11 @@ class Encoder:
                 home_of = no_home  # The caller keeps its arguments, but not its function.
         head = timeout_s, creation, name or b"", span
         tensors: list[Tensor] = []
-        made = None
+        made: tuple[bytearray, bool | None] | Literal[False] | None = None
         if (name is not None or code) and not peer.is_self:
             inlines = not (peer.device_maps.moves_host_of_calls or shared_ranges)
             made = encode_whole(*head, code, sent, tensors, peer.receiver, home_of, inlines)
-        if made is None:
+        if not made:
             if has_modes():
                 check_untraced()
                 with plain_operations():
@@ -255,7 +256,7 @@ class Encoder:
                     return Encoder.request(self, *again)
             called = () if name is not None else (function,)
             return self._packed_request(
-                peer, kind, flags, head, values, called, code, sent, home_of
+                peer, kind, flags, head, values, called, code, sent, home_of, made is False
             )
         frame, requires_grad = made
         context_id, message_id = self._placed_in_graph(peer, tensors, requires_grad)
@@ -284,6 +285,7 @@ class Encoder:
         code: bytes,
         sent: tuple[Any, ...],
         home_of: Callable[[Any], ReferenceId | None],
+        needs_pickle: bool,
     ) -> Request:
         """Does the same for tensors beside the frame, pickled values, and calls to this worker.
 
@@ -297,12 +299,13 @@ class Encoder:
             code: Its code, if it could be taken apart.
             sent: The values, and those that the function captures in front of them.
             home_of: As for ``values.encode``.
+            needs_pickle: Whether ``sent`` is known to be none of the values that it encodes.
         """
         timeout_s, creation, name, span = head
         packed = None
         if not peer.is_self and (code or not called):
             tensors: list[Tensor] = []
-            payload = encode(sent, tensors, peer.receiver, home_of)
+            payload = None if needs_pickle else encode(sent, tensors, peer.receiver, home_of)
             if payload is not None and all(map(is_dense, tensors)):
                 packed = Packed(payload, tensors, [])
             elif code:
@@ -310,7 +313,7 @@ class Encoder:
                     packed = pack(sent, main_by_name=peer.main_by_name, not_by_value=_TOGETHER)
         if packed is None:
             code = b""
-            packed = self._pack(peer, kind, flags, name, values, called)
+            packed = self._pack(peer, kind, flags, name, values, called, needs_pickle)
         payload, tensors, externals = packed
         inlined = None if peer.is_self else self._inlined(peer, tensors)
         content, requires_grad = (b"", None) if inlined is None else inlined
@@ -382,11 +385,12 @@ class Encoder:
         name: bytes,
         values: tuple[Any, ...],
         called: tuple[Any, ...],
+        needs_pickle: bool,
     ) -> Packed:
         """Packs values that are not simple, behind a function by value."""
         packed: Packed
         try:
-            packed = peer.pack((*called, *values))
+            packed = (peer.pickle if needs_pickle else peer.pack)((*called, *values))
             return packed
         except SerializationError:
             pass  # Fails again, and names the place among the program's arguments:

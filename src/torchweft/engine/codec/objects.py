@@ -86,6 +86,7 @@ def pack(
     main_by_name: bool,
     not_by_value: str = "",
     reducers: Reducers | None = None,
+    needs_pickle: bool = False,
 ) -> Packed:
     """Turns an object into bytes, tensors and references.
 
@@ -96,13 +97,14 @@ def pack(
         not_by_value: Why functions cannot travel by value; empty where they can.
         reducers: A program's own reducers of the pickle protocol by class, subclasses not included.
             They take precedence over everything else.
+        needs_pickle: Whether the value is known to be none that ``values`` writes.
 
     Raises:
         SerializationError: Some part cannot be sent; the text names it and says what to do.
     """
     if value is None:
         return Packed(b"", [], [])
-    if reducers is None:
+    if reducers is None and not needs_pickle:
         tensors: list[Tensor] = []
         payload = values.encode(value, tensors, main_by_name)
         if payload is not None and all(map(is_dense, tensors)):

@@ -461,7 +461,7 @@ def encode(
         home_of: As for ``ExactEncoder``.
     """
     if native is not None:
-        return native.encode_values(value, tensors, receiver, home_of)
+        return native.encode_values(value, tensors, receiver, home_of) or None
     try:
         return ExactEncoder(tensors, receiver, home_of).encode(value)
     except Beyond:

@@ -231,6 +231,8 @@ class Peer:
         """What ``values.encode`` has to know of it."""
         self.pack: Callable[..., Any] = _not_set
         """Packs values that are not simple for the peer."""
+        self.pickle: Callable[..., Any] = _not_set
+        """Does the same for values that are known to need a pickle."""
         self.not_by_value = ""
         """Why functions cannot travel by value to the peer; empty if they can."""
         self.home_of: Callable[[Any], ReferenceId | None] = _not_set
