@@ -42,6 +42,8 @@ from torchweft.native import native
 READ_TICK_S = 0.1
 SEND_PATIENCE_S = 0.5
 _IOV_LIMIT = 512
+_QUEUED_PIECES = 64
+"""Pieces of messages that the main thread leaves to the reactor before it waits for it."""
 _DONTWAIT = socket.MSG_DONTWAIT
 _SOCKET_BUFFER_BYTES = 1 << 20
 POLL_S = 0.001
@@ -359,9 +361,13 @@ class Link:
         raise LinkClosed(str(error)) from error
 
     def _wait_for_flush(self) -> None:
-        """Waits while the reactor writes for the main thread, for ``SEND_PATIENCE_S`` at most."""
+        """Waits while the reactor has much to write for the main thread, not for long."""
         limit_s = time.monotonic() + SEND_PATIENCE_S
-        while self.has_queued and not self._is_closed and time.monotonic() < limit_s:
+        while (
+            self._stream.queued > _QUEUED_PIECES
+            and not self._is_closed
+            and time.monotonic() < limit_s
+        ):
             time.sleep(POLL_S)
 
     def hold(self, parts: list[Buffer]) -> int:

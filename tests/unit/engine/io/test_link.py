@@ -17,6 +17,7 @@ from torchweft import knobs
 from torchweft.engine.io import link
 from torchweft.engine.io.link import Link, LinkClosed
 from torchweft.engine.io.ring import MEMORY_BYTES, Ring
+from torchweft.engine.threads import interrupts
 from torchweft.engine.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.errors import ProtocolError
 from torchweft.native import native
@@ -414,3 +415,26 @@ def test_who_may_block_does_not_wait_for_ever_for_a_peer_that_reads_nothing(
         assert bytes(frame.control) == b"z" * BIG_BYTES
         one.link.close()
         other.link.close()
+
+
+def test_the_main_thread_leaves_a_message_to_the_reactor_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interrupts, "main_id", threading.get_ident())
+    one, other = (new_end(connection, "plain") for connection in socket.socketpair())
+
+    def fail(_: float) -> None:
+        raise AssertionError("it waits")
+
+    def send(count: int) -> None:
+        for _ in range(count):
+            one.link.send(frame_parts(1, b"message"), may_block=True)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "sleep", fail)
+        send(1)
+        assert one.is_full.is_set()
+        with pytest.raises(AssertionError, match="it waits"):
+            send(100)  # The reactor is far behind.
+    one.link.close()
+    other.link.close()
