@@ -213,7 +213,7 @@ def test_frames_leak_nothing() -> None:
         assert made is not None
         large = torch.ones(100_000)
         assert encode_call(*head, (large,), [], True, values.no_home, True) is None
-        assert encode_call(*head, (object(),), [], True, values.no_home, True) is None
+        assert encode_call(*head, (object(),), [], True, values.no_home, True) is False
         assert encode_call(1.0, -1, b"n" * 70_000, *head[3:], (), [], True, fail, True) is None
         with pytest.raises(RuntimeError, match="this program fails"):
             encode_call(*head, (object(),), [], True, fail, True)

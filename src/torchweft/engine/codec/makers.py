@@ -134,7 +134,8 @@ def is_record_kind(kind: type) -> bool:
 
 def _has_name(kind: type) -> bool:
     """Whether a class is found by its name; its module may have been loaded again."""
-    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+    module = sys.modules.get(kind.__module__)
+    return getattr(module, "__dict__", {}).get(kind.__qualname__) is kind
 
 
 @functools.lru_cache(256)
