@@ -194,9 +194,9 @@ def test_a_trainer_is_ahead_by_the_bound_and_no_more(open_group: Any) -> None:
         step_of("bounded", 0, step).wait()
     ahead = step_of("bounded", 0, bound)
     for step in range(3):
-        assert not ahead.done() or step > 0
+        assert step > 0 or not ahead.done()
         step_of("bounded", 1, step).wait()
-    ahead.wait()
+        ahead.wait()  # Later, its pull would be less far ahead.
     staleness = rpc.rpc_sync(TRAINERS[0], staleness_of, ("bounded",))
     # Pulls of the steps 0, 1, 2 of either trainer: the first is 0, 1, 2 steps ahead of the second.
     assert set(staleness) == {0, 1, 2}

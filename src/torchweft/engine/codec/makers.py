@@ -19,11 +19,14 @@ import decimal
 import enum
 import fractions
 import functools
+import pathlib
 import sys
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from torchweft.engine.codec import registry
 from torchweft.engine.codec.functions import resolve
@@ -46,6 +49,9 @@ NO_MAKERS = 2
 """Beside ``main_by_name`` (1) in the description of a receiver: it refuses what is made here."""
 
 _REDUCE_MEMBER: Any = enum.Enum.__reduce_ex__
+_PLAINLY_REDUCED = (np.generic, np.dtype, pathlib.PurePath)
+_WEFT = "torchweft."
+"""The beginning of modules whose classes go by pickle: readers with an allow-list know which."""
 _left_to_pickle: tuple[type, ...] = ()
 
 
@@ -65,11 +71,12 @@ def made_parts(value: Any) -> Parts | None:
     take_apart = _TAKEN_APART.get(kind)
     if take_apart is not None:
         return take_apart(value)
-    if is_reduced(kind):
+    if kind is np.ndarray or issubclass(kind, _PLAINLY_REDUCED):
         reduced = reduce_torch(value) or ()
         is_call = len(reduced) == 2 and registry.rebuilds_plain.has(name_in(reduced[0]))
         return (reduced[0], reduced[1]) if is_call else None
-    if kind in copyreg.dispatch_table or not _has_name(kind) or issubclass(kind, _left_to_pickle):
+    is_own = kind.__module__.startswith(_WEFT) or issubclass(kind, _left_to_pickle)
+    if is_own or is_reduced(kind) or kind in copyreg.dispatch_table or not _has_name(kind):
         return None
     if is_instance_kind(kind):
         return _instance, (kind, vars(value))
