@@ -23,9 +23,13 @@ warnings.filterwarnings("ignore", "Sparse")
 class _Reference:
     """A value that stays outside of payloads, as references do."""
 
+    __slots__ = ()
+
 
 class _Home:
     """A reference that comes home."""
+
+    __slots__ = ("id",)
 
     def __init__(self, id: ReferenceId) -> None:
         self.id = id

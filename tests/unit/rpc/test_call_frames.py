@@ -77,13 +77,13 @@ def test_both_twins_make_the_same_frame(
     assert native is not None
     found, tensors = made(native.encode_call, *head, values, by_name, inlines)
     wanted, all_tensors = made(plain_frame, *head, values, by_name, inlines)
-    if found is None and wanted is not None:
+    if found is None and wanted:
         # The plain twin also takes tensors that overlap, and lazily conjugated or negated ones.
         assert inlines
         assert len(tensors) > 1 or tensors[0].is_conj() or tensors[0].is_neg()
     else:
         assert found == wanted
-    if wanted is not None:
+    if wanted:
         assert [*map(id, tensors)] == [*map(id, all_tensors)]
         *front, (_, _, handed, start, end) = decode_call(wanted[0][HEADER_BYTES:])
         remaining_s, creation, name, span, code = head
