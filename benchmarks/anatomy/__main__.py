@@ -207,7 +207,7 @@ class _Silent:
     """A stand-in for a peer that stores the answer instead of sending it."""
 
     def __init__(self, peer: Peer) -> None:
-        self.id, self.name, self.main_by_name, self.is_self = peer.id, peer.name, True, False
+        self.id, self.name, self.receiver, self.is_self = peer.id, peer.name, 1, False
         self.lost = None
         self.device_maps = peer.device_maps
         self.link = self

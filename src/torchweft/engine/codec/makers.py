@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import copyreg
 import datetime
-import decimal
 import enum
-import fractions
 import functools
+import importlib
 import pathlib
 import sys
 import uuid
@@ -70,6 +69,9 @@ def made_parts(value: Any) -> Parts | None:
     kind = type(value)
     take_apart = _TAKEN_APART.get(kind)
     if take_apart is not None:
+        return take_apart(value)
+    take_apart = _NUMBERS.get((kind.__module__, kind.__qualname__))
+    if take_apart is not None and _has_name(kind):
         return take_apart(value)
     if kind is np.ndarray or issubclass(kind, _PLAINLY_REDUCED):
         reduced = reduce_torch(value) or ()
@@ -174,6 +176,14 @@ def _member(kind: Any, name: Any) -> Any:
     return found
 
 
+def _decimal(text: Any) -> Any:
+    return importlib.import_module("decimal").Decimal(text)
+
+
+def _fraction(numerator: Any, denominator: Any) -> Any:
+    return importlib.import_module("fractions").Fraction(numerator, denominator)
+
+
 def _take_id_apart(value: uuid.UUID) -> Parts | None:
     is_usual = value.is_safe is uuid.SafeUUID.unknown
     return (uuid.UUID, (None, None, None, None, value.int)) if is_usual else None
@@ -190,14 +200,17 @@ _TAKEN_APART: dict[type, Callable[[Any], Parts | None]] = {
     slice: lambda value: (slice, (value.start, value.stop, value.step)),
     defaultdict: lambda value: (defaultdict, (value.default_factory, dict(value))),
     deque: lambda value: (deque, (list(value), value.maxlen)),
-    decimal.Decimal: lambda value: (decimal.Decimal, (str(value),)),
-    fractions.Fraction: lambda value: (fractions.Fraction, (value.numerator, value.denominator)),
     uuid.UUID: _take_id_apart,
     **dict.fromkeys(
         (datetime.date, datetime.time, datetime.datetime, datetime.timedelta), _take_time_apart
     ),
     datetime.timezone: lambda value: (datetime.timezone, value.__getinitargs__()),
 }
-_OWN: tuple[Callable[..., Any], ...] = (_instance, _record, _member)
+_NUMBERS: dict[tuple[str, str], Callable[[Any], Parts | None]] = {
+    ("decimal", "Decimal"): lambda value: (_decimal, (str(value),)),
+    ("fractions", "Fraction"): lambda value: (_fraction, (value.numerator, value.denominator)),
+}
+"""Kinds by module and name: few programs need these modules, so they are not imported here."""
+_OWN: tuple[Callable[..., Any], ...] = (_instance, _record, _member, _decimal, _fraction)
 _KINDS: tuple[Callable[..., Any], ...] = tuple(_TAKEN_APART)
 _MAKERS = {name_in(maker).encode(): maker for maker in (*_OWN, *_KINDS)}
