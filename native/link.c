@@ -60,7 +60,7 @@ static int queue_message(connection *self, PyObject *message)
 /* Notes bytes as written; returns 0, or -1 with an exception. */
 static int advance(connection *self, size_t size)
 {
-    self->bytes_sent += size;
+    self->bytes_sent += self->out == NULL ? size : 0; /* A ring counts before the peer can read. */
     self->unsent_offset += size;
     while (self->queued > 0 && self->unsent_offset >= length_of(self, self->kept)) {
         self->unsent_offset -= length_of(self, self->kept++);

@@ -63,6 +63,7 @@ static void put(connection *self, struct iovec **pieces, size_t *count, uint64_t
         memcpy(self->out_bytes + at, piece->iov_base, first);
         memcpy(self->out_bytes, (char *)piece->iov_base + first, size - first);
         self->put += size;
+        self->bytes_sent += size;
         limit -= size;
         piece->iov_base = (char *)piece->iov_base + size;
         piece->iov_len -= size;
