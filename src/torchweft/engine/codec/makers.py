@@ -70,14 +70,17 @@ def made_parts(value: Any) -> Parts | None:
     take_apart = _TAKEN_APART.get(kind)
     if take_apart is not None:
         return take_apart(value)
-    take_apart = _NUMBERS.get((kind.__module__, kind.__qualname__))
+    module: object = kind.__module__
+    if type(module) is not str:
+        return None
+    take_apart = _NUMBERS.get((module, kind.__qualname__))
     if take_apart is not None and _has_name(kind):
         return take_apart(value)
     if kind is np.ndarray or issubclass(kind, _PLAINLY_REDUCED):
         reduced = reduce_torch(value) or ()
         is_call = len(reduced) == 2 and registry.rebuilds_plain.has(name_in(reduced[0]))
         return (reduced[0], reduced[1]) if is_call else None
-    is_own = kind.__module__.startswith(_WEFT) or issubclass(kind, _left_to_pickle)
+    is_own = module.startswith(_WEFT) or issubclass(kind, _left_to_pickle)
     if is_own or is_reduced(kind) or kind in copyreg.dispatch_table or not _has_name(kind):
         return None
     if is_instance_kind(kind):
@@ -85,8 +88,8 @@ def made_parts(value: Any) -> Parts | None:
     if is_record_kind(kind):
         return _record, (kind, tuple(value))
     if isinstance(value, enum.Enum) and kind.__reduce_ex__ is _REDUCE_MEMBER:
-        is_named = kind.__members__.get(value.name) is value
-        return (_member, (kind, value.name)) if is_named else None
+        name = value._name_
+        return (_member, (kind, name)) if kind.__members__.get(name) is value else None
     return None
 
 

@@ -82,6 +82,10 @@ class Color(enum.Enum):
 class Level(enum.IntEnum):
     LOW = 1
 
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        raise RuntimeError("a name of the program's own")
+
 
 class Access(enum.Flag):
     READ = 1
@@ -304,6 +308,8 @@ def test_classes_without_a_name_are_left_to_pickle(monkeypatch: pytest.MonkeyPat
 
     former = Sample(1)
     assert made_of(Local()) is None
+    for module in (None, ["list"]):
+        assert made_of(type("Homeless", (), {"__module__": module})()) is None
     monkeypatch.setattr(sys.modules[__name__], "Sample", Local)  # As if it was loaded again.
     assert made_of(former) is None
 
