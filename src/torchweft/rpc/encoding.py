@@ -299,7 +299,7 @@ class Encoder:
             code: Its code, if it could be taken apart.
             sent: The values, and those that the function captures in front of them.
             home_of: As for ``values.encode``.
-            needs_pickle: Whether ``sent`` is known to be none of the values that it encodes.
+            needs_pickle: Whether ``values.encode`` is known to leave ``sent`` to pickle.
         """
         timeout_s, creation, name, span = head
         packed = None

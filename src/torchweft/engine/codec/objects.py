@@ -97,7 +97,7 @@ def pack(
         not_by_value: Why functions cannot travel by value; empty where they can.
         reducers: A program's own reducers of the pickle protocol by class, subclasses not included.
             They take precedence over everything else.
-        needs_pickle: Whether the value is known to be none that ``values`` writes.
+        needs_pickle: Whether ``values.encode`` is known to leave the value to pickle.
 
     Raises:
         SerializationError: Some part cannot be sent; the text names it and says what to do.
