@@ -10,7 +10,9 @@ import select
 import signal
 import socket
 import struct
+import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -144,6 +146,25 @@ def test_frames_of_any_size_go_around_the_end_of_the_ring(
         one.close()
         other.close()
     assert found == [control for control, _ in messages]
+
+
+def test_bytes_count_as_sent_before_the_peer_can_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "RING_BYTES", 1 << 20)
+    one, other = pair()
+    content = frame(1, bytes(1 << 19))  # So long that the copy lets other threads of Python run.
+    writer = threading.Thread(target=one.link.write, args=([content],))
+    at = one.out + WRITTEN
+    writer.start()
+    limit_s = time.monotonic() + 20.0
+    while one.memory[at : at + 8] == bytes(8):
+        assert time.monotonic() < limit_s
+    sent = one.link.bytes_sent
+    writer.join()
+    assert sent == len(content)
+    one.close()
+    other.close()
 
 
 def test_both_directions_are_apart(sides: tuple[Side, Side]) -> None:
