@@ -13,7 +13,7 @@ import pytest
 import torchweft
 from tests.command_line import said_by
 from tests.contract.processes import deadlocks
-from tests.contract.processes.functions import options
+from tests.contract.processes.functions import options, stop
 from torchweft import rpc
 from torchweft.launch import Nursery
 from torchweft.observe.examining import read_time
@@ -72,7 +72,7 @@ def test_busy_and_stopped_workers_are_named_from_outside(nursery: Nursery, tmp_p
         # Its slot is taken, and it measures nevertheless.
         assert levels["worker0 -> driver"][0] == levels["driver -> worker1"][0] == "ok"
         call.wait()
-        os.kill(group.pids["worker1"], signal.SIGSTOP)
+        stop(group.pids["worker1"])
         try:
             found = examined(str(os.getpid()))
         finally:

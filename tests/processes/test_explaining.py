@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 import torchweft
 from tests.command_line import said_by
 from tests.contract.processes import deadlocks
-from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.functions import options, stop, wait_until
 from tests.contract.processes.observers import ANSWER_S, OPEN, group_of
 from torchweft import Secret, rpc
 from torchweft.cli.top import DEADLOCK_STATUS, FAILURE_STATUS
@@ -41,10 +41,6 @@ def stuck(nursery: Nursery) -> Iterator[Cluster]:
     )
     with contextlib.suppress(ShutdownError), group:
         yield group
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def explained_when(group: Group, text: str, timeout_s: float = ANSWER_S) -> tuple[str, WaitGraph]:
@@ -174,10 +170,8 @@ def test_a_backward_pass_whose_worker_is_stopped(stuck: Cluster, tmp_path: Path)
     pid = stuck.pids["worker1"]
     rpc.rpc_async("worker0", deadlocks.train, args=("worker1", str(tmp_path)))
     wait_until((tmp_path / "forward").exists, lambda: "there was no forward pass")
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
-        # A process stops only once the thread that got the signal has been scheduled.
-        wait_until(lambda: is_stopped(pid), lambda: "it does not stop")
         (tmp_path / "stopped").touch()
         said, graph = explained_when(group, "a backward pass", STOPPED_S)
     finally:
@@ -340,9 +334,8 @@ def test_files_name_the_lines_of_a_backward_pass_whose_worker_is_stopped(
     rpc.rpc_async("worker0", deadlocks.train_until_it_halts, args=("worker1", str(path)))
     wait_until((tmp_path / "pipe.begun").exists, lambda: "there was no backward pass")
     dump(group, folder, "worker1")  # As on an earlier look.
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
-        wait_until(lambda: is_stopped(pid), lambda: "it does not stop")
         explained_when(group_of(group), "a backward pass", STOPPED_S)
         dump(group, folder, "worker0")
         _, said, _ = said_by("explain", str(folder))

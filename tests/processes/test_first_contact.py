@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.processes.functions import add
+from tests.contract.processes.functions import add, stop
 from tests.open_workers import OpenWorkers
 from tests.processes import leaving
 from torchweft import rpc
@@ -78,7 +78,7 @@ def test_whoever_starts_a_call_does_not_wait_for_the_connection(
     workers: OpenWorkers, way: str
 ) -> None:
     pid = workers.do("c", os.getpid)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     assert workers.do("b", start, "c", way) < SLACK_S
     assert workers.do("b", outcome, LIMIT_S) is None
     os.kill(pid, signal.SIGCONT)
@@ -89,7 +89,7 @@ def test_whoever_starts_a_call_does_not_wait_for_the_connection(
 def test_a_stopped_worker_is_waited_for_and_not_lost(workers: OpenWorkers, way: str) -> None:
     assert workers.do("b", states)["c"] == "UNUSED"
     pid = workers.do("c", os.getpid)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     took_s, error = workers.do("b", ask, "c", way, LIMIT_S)
     assert isinstance(error, CallTimeout)
     assert "'c'" in str(error)

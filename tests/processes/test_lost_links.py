@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import far_workers as far
+from tests.contract.processes.functions import stop
 from tests.contract.processes.hosts import Host, network
 from tests.contract.processes.test_lost_links import end_well
 from tests.far_workers import far_workers
@@ -40,7 +41,7 @@ def test_a_stopped_worker_is_not_lost(warm: OpenWorkers, hosts: list[Host], tmp_
         workers.call_each_other()
         first, second = workers.names
         pid = workers.do(second, os.getpid)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             workers.do(first, far.begin_doubling, "large", second, 32 << 20)
             workers.do(first, far.release, second)

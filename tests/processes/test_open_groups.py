@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.processes.functions import stop
 from tests.contract.processes.test_open_groups import Group, call, join, kept, names
 from tests.open_workers import OpenWorkers
 from torchweft.engine.protocol.joining import Admission, Steps
@@ -93,7 +94,7 @@ def test_the_name_of_a_stopped_worker_is_claimed_from_one_with_a_link(group: Gro
     assert group.do("b", call, "a") == 4.0
     process = group.do("a", os.getpid)
     group.names.append("other")
-    os.kill(process, signal.SIGSTOP)
+    stop(process)
     try:
         with pytest.raises(DuplicateName, match="knows another worker that is there already"):
             group.do("other", join_unasked, "a", 0, group._method)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchweft
+from tests.contract.processes.functions import stop
 from tests.contract.processes.pipeline_models import WIDTH
 from tests.contract.processes.test_pipeline_loss import LIMIT_S, WORKERS, mse, three_stages
 from torchweft import rpc
@@ -46,7 +47,7 @@ def test_a_stage_that_waits_in_vain_says_for_what(nursery: Nursery) -> None:
         target = torch.randn(8, WIDTH, dtype=torch.float64)
         with Pipe(three_stages(), WORKERS, Schedule1F1B(4), mse, timeout=1.0) as pipe:
             resume = threading.Timer(LIMIT_S, os.kill, (stopped, signal.SIGCONT))
-            os.kill(stopped, signal.SIGSTOP)
+            stop(stopped)
             resume.start()
             try:
                 with pytest.raises(PipelineError, match=r"waited 1 s for the \w+ of"):

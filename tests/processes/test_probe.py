@@ -10,6 +10,7 @@ import pytest
 
 import torchweft
 from tests.command_line import said_by
+from tests.contract.processes.functions import stop
 from torchweft import knobs
 from torchweft.engine.io import addresses
 from torchweft.launch import Nursery
@@ -36,7 +37,7 @@ def test_a_worker_that_does_not_answer_fails_the_probe(
         only({pid}, monkeypatch)
         assert said_by("probe") == said_by("probe", "--joined") == (0, "", "")
         monkeypatch.setattr(group, "_FIND_S", 0.3)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             status, _, said = said_by("probe")
         finally:

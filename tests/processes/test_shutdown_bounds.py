@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.contract.processes.functions import stop
 from tests.open_workers import OpenWorkers
 from tests.processes import leaving
 from tests.processes.leaving import END_LIMIT_S
@@ -47,10 +47,6 @@ def join_all(workers: OpenWorkers, folder: Path, size: int | None) -> None:
         workers.result(name)
 
 
-def stop(workers: OpenWorkers, name: str) -> None:
-    os.kill(workers.do(name, os.getpid), signal.SIGSTOP)
-
-
 def shut_down(
     workers: OpenWorkers, name: str, limit_s: float = LIMIT_S, closing_s: float = 0.0
 ) -> ShutdownError:
@@ -74,7 +70,7 @@ def test_who_was_stopped_is_named(closed: OpenWorkers, is_connected: bool) -> No
     if is_connected:
         closed.do("a", leaving.greet_all)
     closed.begin("b", leaving.shut_down, 20.0)
-    stop(closed, "c")
+    stop(closed.do("c", os.getpid))
     assert shut_down(closed, "a", closing_s=END_LIMIT_S).missing == ("c",)
 
 
@@ -83,7 +79,7 @@ def test_who_was_stopped_in_the_middle_is_named(closed: OpenWorkers) -> None:
     for name in "bc":
         closed.begin(name, leaving.shut_down, 20.0)
     closed.do("a", leaving.await_ready, 2)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     error = shut_down(closed, "a")
     # On a busy machine the leader's own report may come too late as well.
     assert error.missing in (("c",), ("a", "c"))
@@ -91,7 +87,7 @@ def test_who_was_stopped_in_the_middle_is_named(closed: OpenWorkers) -> None:
 
 
 def test_who_leads_is_named_where_it_does_not_answer(closed: OpenWorkers) -> None:
-    stop(closed, "a")
+    stop(closed.do("a", os.getpid))
     error = shut_down(closed, "b", closing_s=END_LIMIT_S)
     assert error.missing == ("a",)
     assert "worker 'a' had not said that all are done" in str(error)
@@ -127,21 +123,21 @@ def test_an_endless_function_of_its_own_does_not_keep_a_worker(closed: OpenWorke
 
 def test_what_cannot_be_sent_does_not_keep_a_worker(closed: OpenWorkers) -> None:
     closed.do("a", leaving.greet_all)
-    stop(closed, "c")
+    stop(closed.do("c", os.getpid))
     closed.do("a", leaving.send_much, "c")
     shut_down(closed, "a", closing_s=2 * END_LIMIT_S)
 
 
 def test_leaving_at_once_does_not_wait(closed: OpenWorkers) -> None:
     closed.do("a", leaving.greet_all)
-    stop(closed, "c")
+    stop(closed.do("c", os.getpid))
     took_s, error = closed.do("a", leaving.leave_at_once)
     assert error is None
     assert took_s < SLACK_S
 
 
 def test_a_stopped_member_of_an_open_group_is_named(opened: OpenWorkers) -> None:
-    stop(opened, "c")
+    stop(opened.do("c", os.getpid))
     error = shut_down(opened, "a", closing_s=END_LIMIT_S)
     assert error.missing == ("c",)
     assert "worker 'c' had not answered" in str(error)

@@ -12,7 +12,7 @@ import torch
 
 import torchweft
 from tests.contract.processes import functions
-from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.functions import options, stop, wait_until
 from tests.processes import internals
 from tests.processes.streams import (
     FROM,
@@ -48,7 +48,7 @@ def test_a_receiver_that_is_killed_frees_the_sender(nursery: Nursery) -> None:
     ) as group:
         connect_data("worker0")
         outbox = outbox_to("worker0")
-        os.kill(group.pids["worker0"], signal.SIGSTOP)
+        stop(group.pids["worker0"])
         try:
             future = rpc.rpc_async("worker0", count_elements, args=(ones(LARGE_BYTES),))
             assert not outbox.is_empty

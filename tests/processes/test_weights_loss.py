@@ -12,7 +12,7 @@ import torch
 
 import torchweft
 from tests.contract.processes import functions
-from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.functions import options, stop, wait_until
 from tests.processes import internals
 from tests.processes.weights_functions import (
     LIMIT_S,
@@ -136,7 +136,7 @@ def test_a_stopped_sampler_delays_no_training(nursery: Nursery) -> None:
         samplers = rpc.actors(SAMPLERS, Sampler, trainer.reference())
         trainer.train()
         assert samplers.rpc_sync(Sampler.update, LIMIT_S) == [1, 1]
-        os.kill(group.pids["worker1"], signal.SIGSTOP)
+        stop(group.pids["worker1"])
         try:
             trainer.train(50)
             assert samplers[1].rpc_sync().update_to(51)[-1] == 51
@@ -164,7 +164,7 @@ def test_a_sampler_that_was_stopped_for_long_is_told_again(
         assert sampler.rpc_sync().check() == 0
         monkeypatch.setattr(publisher, "_ANNOUNCE_S", 0.05)
         monkeypatch.setattr(publisher, "rpc_async", counted)
-        os.kill(group.pids["worker1"], signal.SIGSTOP)
+        stop(group.pids["worker1"])
         try:
             trainer.train()
             wait_until(lambda: len(told) > 2, lambda: "told once, and not begun in time")

@@ -40,19 +40,29 @@ def wait_until(
         time.sleep(POLL_S)
 
 
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Keeps a process stopped in a block: it lives, its connections stay, and it answers nothing.
+def stop(pid: int) -> None:
+    """Stops a process: it lives, its connections stay, and it answers nothing.
 
-    The signal stops one thread of a process, which stops the others: the block begins after that.
+    The signal stops one thread of a process, which stops the others; until then they may answer.
     """
     os.kill(pid, signal.SIGSTOP)
-    tasks = Path(f"/proc/{pid}/task")
+    wait_until(lambda: _is_stopped(pid), lambda: f"process {pid} is not stopped")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether all threads of a process are stopped."""
     try:
-        wait_until(
-            lambda: all(") T" in (each / "stat").read_text() for each in tasks.iterdir()),
-            lambda: f"process {pid} is not stopped",
-        )
+        states = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except ProcessLookupError:  # A thread has ended meanwhile.
+        return False
+    return all(") T" in state for state in states)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Keeps a process stopped in a block."""
+    try:
+        stop(pid)
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contract.processes.functions import wait_until
+from tests.contract.processes.functions import stop, wait_until
 from torchweft import rpc
 from torchweft.errors import (
     ConfigurationError,
@@ -73,7 +73,7 @@ def answers(name: str) -> bool:
 
 def test_a_worker_is_waited_for_until_the_others_know_it(nursery: Nursery) -> None:
     with cluster(workers=2, nursery=nursery, restarts=2) as group:
-        os.kill(group.pids["worker1"], signal.SIGSTOP)
+        stop(group.pids["worker1"])
         try:
             kill(group, "worker0")
             wait_until(lambda: answers("worker0"), lambda: "worker0 does not come back")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 import pytest
 
 from tests import far_workers as far
-from tests.contract.processes.functions import wait_until
+from tests.contract.processes.functions import stop, wait_until
 from tests.contract.processes.hosts import Host, network
 from tests.far_workers import states_of_others, try_to_join
 from tests.open_workers import OpenWorkers, WarmProcess
@@ -153,7 +152,7 @@ def test_the_host_of_the_store_is_stopped(
     first = joiners.begin(0, 3, method, init_timeout=60)
     with contextlib.ExitStack() as stack:
         wait_until(lambda: is_heard(stack, address), lambda: "nobody hosts the store")
-    os.kill(joiners.pids[first], signal.SIGSTOP)
+    stop(joiners.pids[first])
     elapsed_s, error = joiners.result(joiners.begin(1, size, method))
     assert isinstance(error, RendezvousTimeout)
     assert f"at {address.netloc} does not answer" in str(error)
