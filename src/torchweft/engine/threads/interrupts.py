@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+from _signal import getsignal  # type: ignore[import-not-found]
 from _thread import LockType, allocate_lock, get_ident
 from collections.abc import Callable
 from functools import partial
@@ -91,7 +92,8 @@ def is_of_handler(error: BaseException) -> bool:
         return False
     if not isinstance(error, Exception):
         return True
-    handlers = {_code_of(signal.getsignal(each)) for each in signal.valid_signals()}
+    # The function in C: the one of ``signal`` makes an enumeration of each, 60 times as slow.
+    handlers = {_code_of(each) for each in map(getsignal, range(1, signal.NSIG)) if callable(each)}
     step = error.__traceback__
     while step is not None:
         if step.tb_frame.f_code in handlers:
