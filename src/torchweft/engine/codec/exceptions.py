@@ -51,6 +51,7 @@ _NOTES = "__notes__"
 ORIGINAL_TYPE = "_original_type"
 """Attribute that holds the original type, on a type that replaces it on this worker only."""
 _HEAP_TYPE = 1 << 9  # type.__flags__ of a type that was not defined statically in C
+_REDUCTIONS = frozenset({"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"})
 GROUPS: tuple[Any, ...] = tuple(
     getattr(builtins, name) for name in ("BaseExceptionGroup",) if hasattr(builtins, name)
 )
@@ -80,6 +81,47 @@ class _Record(NamedTuple):
     cause: int | None
     context: int | None
     is_context_hidden: bool
+
+
+class _Class(NamedTuple):
+    """What the errors of one class have in common."""
+
+    kind: Any
+    name: str
+    bases: tuple[tuple[str, str], ...]
+    native: Any
+    """The built-in class that decides how its objects are laid out."""
+    has_slots: bool
+    has_own_reduce: bool
+
+
+_CLASSES_LIMIT = 1024
+_classes: dict[int, _Class] = {}
+"""By ``id``: a metaclass of the program may refuse to be hashed."""
+
+
+def _class_of(kind: Any) -> _Class:
+    found = _classes.get(id(kind))
+    if found is None:
+        if len(_classes) >= _CLASSES_LIMIT:
+            _classes.clear()
+        own = [base for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE]
+        native = kind
+        while native.__flags__ & _HEAP_TYPE:
+            native = native.__base__
+        found = _classes[id(kind)] = _Class(
+            kind,
+            name=f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."),
+            bases=tuple((f"{base.__module__}", base.__qualname__) for base in kind.__mro__[1:-1]),
+            native=native,
+            has_slots=any("__slots__" in vars(base) for base in own),
+            has_own_reduce=any(
+                not _REDUCTIONS.isdisjoint(vars(base))
+                for base in own
+                if base is not WeftError  # A record keeps the same state.
+            ),
+        )
+    return found
 
 
 def pack_error(
@@ -163,7 +205,7 @@ def copy_as(kind: Any, error: BaseException) -> BaseException:
     """Returns an equal error of ``kind``, of the same layout; itself if it cannot be copied."""
     try:
         arguments, attributes = _state(error)
-        native = _native_base(kind)
+        native = _class_of(kind).native
         copy: BaseException = native.__new__(kind, *arguments)
         native.__init__(copy, *arguments)
         for name, value in attributes.items():
@@ -212,12 +254,13 @@ class _Packer:
         by_name = _is_importable(kind) and (
             self._main_by_name or kind.__module__ not in MAIN_MODULES
         )
+        is_by_pickle = _class_of(kind).has_own_reduce
         bare = _bare_record(error, self._worker)
         blobs = {name: self._blob(value) for name, value in attributes.items()} | bare.attributes
         return bare._replace(
             name=(kind.__module__, kind.__qualname__) if by_name else None,
             kind=None if by_name or self._is_plain else self._blob(kind),
-            whole=self._blob(error) if _has_own_reduce(kind) and not self._is_plain else None,
+            whole=self._blob(error) if is_by_pickle and not self._is_plain else None,
             arguments=() if exceptions else tuple(map(self._argument, arguments)),
             attributes={name: blob for name, blob in blobs.items() if blob is not None},
             members=tuple(number for number in members if number is not None),
@@ -321,7 +364,7 @@ class _Rebuilder:
         return error if isinstance(error, BaseException) and type(error) is kind else None
 
     def _from_parts(self, record: _Record, kind: Any) -> BaseException:
-        native = _native_base(kind)
+        native = _class_of(kind).native
         if record.members:
             members = [self._once(number) for number in record.members]
             if self._size_of(record.members) > _ERRORS_LIMIT:
@@ -371,16 +414,16 @@ class _Rebuilder:
 
 def _bare_record(error: BaseException, worker: str) -> _Record:
     """Returns the record of an exception that is made without its own code, except ``str``."""
-    kind = type(error)
+    kind, text = _class_of(type(error)), _text(error)
     return _Record(
-        type_name=f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."),
-        text=_text(error),
-        bases=tuple((f"{base.__module__}", base.__qualname__) for base in kind.__mro__[1:-1]),
+        type_name=kind.name,
+        text=text,
+        bases=kind.bases,
         is_error=isinstance(error, (Exception, *GROUPS)),
         name=None,
         kind=None,
         whole=None,
-        arguments=((_text(error),),),
+        arguments=((text,),),
         attributes={_NOTES: (notes_with_place(error, worker),)},
         members=(),
         cause=None,
@@ -391,31 +434,16 @@ def _bare_record(error: BaseException, worker: str) -> _Record:
 
 def _state(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the constructor arguments of the built-in type, and all attributes."""
-    native = _native_base(type(error))
-    reduced = native.__reduce__(error)
+    kind = _class_of(type(error))
+    reduced = kind.native.__reduce__(error)
     attributes = dict(reduced[2]) if len(reduced) > 2 and isinstance(reduced[2], dict) else {}
-    attributes.update(slots_of(error))
+    if kind.has_slots:
+        attributes.update(slots_of(error))
     return tuple(reduced[1]), attributes
 
 
 def _is_exception_type(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseException)
-
-
-def _native_base(kind: Any) -> Any:
-    """Returns the built-in type that decides how objects of ``kind`` are laid out."""
-    while kind.__flags__ & _HEAP_TYPE:
-        kind = kind.__base__
-    return kind
-
-
-def _has_own_reduce(kind: type) -> bool:
-    return any(
-        name in vars(base)
-        for base in kind.__mro__
-        if base.__flags__ & _HEAP_TYPE and base is not WeftError  # A record keeps the same state.
-        for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
-    )
 
 
 def _is_importable(kind: type) -> bool:

@@ -33,8 +33,10 @@ _PACKAGE = __name__.partition(".")[0]
 _PLACE = 'On worker "'
 _HEADING = "Traceback (most recent call last):"
 _FULL = "full"
-_FRAME = re.compile(r'  File "(.+)", line (\d+), in ')
 _INDENT = " " * 4
+_FRAME_WITHOUT_LINE = re.compile(
+    rf'^  File "(.+)", line (\d+), in .*$(?!\n{_INDENT})', re.MULTILINE
+)
 _TEXT_LIMIT = 200_000
 _FEW_FRAMES = 8
 _TEXTS_LIMIT = 256
@@ -73,22 +75,16 @@ def with_lines_from_here(note: str) -> str:
     """
     if not note.startswith(_PLACE):
         return note
-    texts = note.split("\n")
-    filled = []
-    for text, following in zip(texts, [*texts[1:], ""], strict=True):
-        filled.append(text)
-        frame = _FRAME.match(text)
-        if frame is not None and not following.startswith(_INDENT):
-            filled += _line_from_here(frame[1], int(frame[2]))
-    return "\n".join(filled)
+    return _FRAME_WITHOUT_LINE.sub(_with_line_from_here, note)
 
 
-def _line_from_here(file: str, number: int) -> list[str]:
-    """Returns a line of code, as shown in a traceback; none if it is of a file, or unknown."""
+def _with_line_from_here(frame: re.Match[str]) -> str:
+    """Returns a frame, with its line unless that is of a file, or unknown."""
+    file = frame[1]
     if file not in linecache.cache or os.path.exists(file):
-        return []
-    line = linecache.getline(file, number).strip()
-    return [_INDENT + line] if line else []
+        return frame[0]
+    line = linecache.getline(file, int(frame[2])).strip()
+    return f"{frame[0]}\n{_INDENT}{line}" if line else frame[0]
 
 
 def shorten(error: BaseException) -> None:
@@ -196,13 +192,11 @@ def _entry_text(entry: TracebackType) -> str:
 
 def _is_bug(error: BaseException) -> bool:
     """Whether Weft's own code raised an error that it should not."""
-    if isinstance(error, WeftError) or places_of(error):
-        return False
     entries = _entries(_attribute(error, "__traceback__"))
-    if not entries:
+    if not entries or not _is_own(entries[-1].tb_frame):
         return False
-    last = entries[-1].tb_frame
-    return _is_own(last) and last.f_globals.get("__name__") not in _CALLERS
+    is_of_call = entries[-1].tb_frame.f_globals["__name__"] in _CALLERS
+    return not (is_of_call or isinstance(error, WeftError) or places_of(error))
 
 
 def _entries(first: TracebackType | None) -> list[TracebackType]:
