@@ -28,7 +28,6 @@ from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker import rendezvous
 from torchweft.engine.worker.peers import Peer
 from torchweft.mapreduce import shared
-from torchweft.rpc import joining
 from torchweft.rpc.node import Leaving, Node
 from torchweft.rpc.serving import Call
 
@@ -82,6 +81,7 @@ def end(kind: str) -> None:
 
 def _before(owner: Any, name: str, point: str) -> Callable[[], None]:
     """Returns a function that makes every call of ``owner.name`` a point."""
+    assert hasattr(owner, name), f"nothing is called {name!r} any more: {point!r} cannot be reached"
 
     def wrap() -> None:
         function = getattr(owner, name)
@@ -97,6 +97,8 @@ def _before(owner: Any, name: str, point: str) -> Callable[[], None]:
 
 
 def _after(owner: Any, name: str, point: str) -> Callable[[], None]:
+    assert hasattr(owner, name), f"nothing is called {name!r} any more: {point!r} cannot be reached"
+
     def wrap() -> None:
         function = getattr(owner, name)
 
@@ -190,7 +192,7 @@ _WRAPPERS: dict[str, Callable[[], None]] = {
     "welcome": _around_greeting(Kind.WELCOME, is_sent=False),
     "gradients": _before(PassPart, "send_all", "gradients"),
     "discovered": _at_discovery,
-    "registering": _before(joining, "join", "registering"),
+    "registering": _before(rendezvous, "join", "registering"),
     "registered": _before(rendezvous, "_wait", "registered"),
     "joined": _after(Node, "start", "joined"),
     "probed": _before(Leaving, "_look", "probed"),
