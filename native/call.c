@@ -82,7 +82,7 @@ PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t c
 }
 
 /* encode_result(number, context_id, result, receiver, most_tensors, home_of) -> the frame of a
- * REPLY; None for a result that is not encoded here, and for tensors with a graph. */
+ * REPLY; False for a result that needs a pickle; None for others that are not encoded here. */
 PyObject *call_encode_result(PyObject *module, PyObject *arguments)
 {
     unsigned long long number, context_id;
@@ -93,11 +93,12 @@ PyObject *call_encode_result(PyObject *module, PyObject *arguments)
         return NULL;
     PyObject *tensors = PyList_New(0), *const values[] = {result, tensors, by_name, home_of};
     PyObject *payload = tensors == NULL ? NULL : values_encode(module, values, 4);
-    bool is_bare = result == Py_None || (PyObject *)Py_TYPE(result) == library.tensor_type;
     bool requires_grad = false;
-    if (payload != NULL && payload != Py_False && PyList_GET_SIZE(tensors) <= most) {
+    if (payload == Py_False)
+        frame = Py_NewRef(payload);
+    else if (payload != NULL && PyList_GET_SIZE(tensors) <= most) {
         struct iovec value = part_of(payload);
-        if (is_bare)
+        if (result == Py_None || (PyObject *)Py_TYPE(result) == library.tensor_type)
             value.iov_len = 0;
         uint32_t heads[10] = {REPLY, [9] = (uint32_t)value.iov_len};
         memcpy(heads + 2, &number, 8);

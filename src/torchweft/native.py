@@ -111,8 +111,11 @@ class Native(Protocol):
         most_tensors: int,
         home_of: Callable[[Any], ReferenceId | None],
         /,
-    ) -> bytearray | None:
-        """Returns the ``REPLY`` of ``Worker.reply`` in ``rpc.worker``; None for what it leaves."""
+    ) -> bytearray | Literal[False] | None:
+        """Returns the ``REPLY`` of ``Worker.reply`` in ``rpc.worker``.
+
+        False for a result that needs a pickle; None for others that it leaves.
+        """
 
 
 def _find() -> tuple[Native | None, str]:

@@ -110,7 +110,7 @@ def test_serving_calls_leaks_nothing() -> None:
     leaf, value = torch.ones(2, requires_grad=True), _every_kind()[:4]
     call = encode_call(math.inf, NO_CREATION, 0, 0, b"name" * 9, b"span", b"code", (), b"")
     answer = native.encode_result(7, 0, (*value, torch.ones(3)), True, 9, values.no_home)
-    assert answer is not None
+    assert answer
     _, _, _, start, end = decode_reply(answer[HEADER_BYTES:])
     control = answer[HEADER_BYTES:]
 
@@ -118,7 +118,7 @@ def test_serving_calls_leaks_nothing() -> None:
         raise RuntimeError("this program fails")
 
     def run() -> None:
-        for results, expected in (((*value, leaf), None), ([object()], None), (leaf, None)):
+        for results, expected in (((*value, leaf), None), ([object()], False), (leaf, None)):
             assert native.encode_result(7, 0, results, True, 9, values.no_home) is expected
         native.encode_result(7, 0, (*value, torch.ones(3)), True, 9, values.no_home)
         with pytest.raises(RuntimeError, match="this program fails"):

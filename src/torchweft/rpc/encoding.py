@@ -420,9 +420,12 @@ class Encoder:
         return pack(value, main_by_name=by_name, not_by_value=obstacle)
 
     def packed_result(
-        self, peer: Peer, result: Any
+        self, peer: Peer, result: Any, needs_pickle: bool
     ) -> tuple[bytes, list[Tensor], Sequence[object], Encoded | None]:
-        """Returns the parts of ``Packed``, and the tensors if they stand in the message."""
+        """Returns the parts of ``Packed``, and the tensors if they stand in the message.
+
+        With ``needs_pickle``, ``values.encode`` is known to leave the result to pickle.
+        """
         kind = type(result)
         if peer.is_self:
             return (*peer.pack(result), None)
@@ -437,7 +440,7 @@ class Encoder:
                 return b"", [result], (), inlined
         elif result is None:
             return b"", [], (), NO_TENSORS
-        packed = peer.pack(result)
+        packed = (peer.pickle if needs_pickle else peer.pack)(result)
         self._check_count(packed.tensors)
         return (*packed, encode_tensors(packed.tensors) if packed.tensors else NO_TENSORS)
 

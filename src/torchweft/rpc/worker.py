@@ -13,7 +13,7 @@ import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -208,7 +208,7 @@ class Worker:
         """Sends the result of a call, or an error if the result cannot be serialized."""
         handed: Sequence[HandedReference] = ()
         message_id = 0
-        answer: Buffer | None = None
+        answer: Buffer | Literal[False] | None = None
         try:
             if (
                 native is not None
@@ -218,8 +218,10 @@ class Worker:
             ):
                 receiver, most = peer.receiver, self._tensor_limit
                 answer = native.encode_result(number, context_id, result, receiver, most, no_home)
-            if answer is None:
-                payload, tensors, externals, inlined = self.encoder.packed_result(peer, result)
+            if not answer:
+                payload, tensors, externals, inlined = self.encoder.packed_result(
+                    peer, result, answer is False
+                )
                 if context_id or inlined is None or inlined[1]:
                     context_id, message_id = self.encoder.record_send(
                         context_id, tensors, peer, True
@@ -239,7 +241,7 @@ class Worker:
             self.reply_error(peer, number, error)
             return
         try:
-            if answer is not None:
+            if answer:
                 self.agent.sender.answer(peer, answer)
             else:
                 self.agent.sender.send(peer, message)

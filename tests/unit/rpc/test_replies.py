@@ -51,8 +51,8 @@ def answer_by(twin: Any, result: object, context_id: int = 0) -> tuple[bytes, in
     encoder = Encoder.__new__(Encoder)
     encoder._tensor_limit = LIMIT
     encoder._arrivals = mock.Mock(keeps_graphs=False)
-    peer = mock.Mock(is_self=False, main_by_name=True, receiver=1, lost=None, pack=PACK)
-    peer.name = "caller"
+    peer = mock.Mock(is_self=False, main_by_name=True, receiver=1, lost=None)
+    peer.name, peer.pack, peer.pickle = "caller", PACK, functools.partial(PACK, needs_pickle=True)
     peer.device_maps.moves_host_of_answers = False
     peer.registration.is_strict = False
     counted = None if twin is None else mock.Mock(wraps=twin)
@@ -136,5 +136,6 @@ def test_the_step_in_c_gives_up_where_it_has_to() -> None:
     assert native is not None
     for result in ([torch.ones(1) for _ in range(LIMIT + 1)], torch.ones(1, requires_grad=True)):
         assert native.encode_result(1, 0, result, True, LIMIT, no_home) is None
+    assert native.encode_result(1, 0, [object()], True, LIMIT, no_home) is False
     with pytest.raises(TypeError):
         native.encode_result(1, 0, None)  # type: ignore[call-arg]
