@@ -41,3 +41,12 @@ FOUND = [
 @pytest.mark.parametrize(("name", "data"), FOUND)
 def test_what_was_found_once_is_refused(name: str, data: bytes) -> None:
     assert targets.load(name).check_memory(data) is not None
+
+
+def test_a_sparse_tensor_is_left_to_those_who_describe_tensors() -> None:
+    # The encoder of a whole message leaves it among the tensors, the strict one takes it apart.
+    name = b"torchweft.engine.codec.reducers:_sparse_coo"
+    size = b"\x08\2\0\0\0" + 2 * (b"\3" + (2).to_bytes(8, "little"))
+    parts = b"\x08\4\0\0\0" + b"\x0f" + (1).to_bytes(4, "little") + b"\x0f" + bytes(4) + size
+    made = b"\x15" + len(name).to_bytes(4, "little") + name + parts + b"\2"
+    assert targets.load("values").check_memory(made) is None
