@@ -261,7 +261,10 @@ def paused(group: Cluster, worker: str) -> Iterator[None]:
 
 def _is_stopped(pid: int) -> bool:
     """Whether all threads of a process are stopped."""
-    states = [path.read_text().rpartition(")")[2].split()[0] for path in _threads(pid)]
+    try:
+        states = [path.read_text().rpartition(")")[2].split()[0] for path in _threads(pid)]
+    except (FileNotFoundError, ProcessLookupError):  # A thread has ended meanwhile.
+        return False
     return all(state in "Tt" for state in states)
 
 

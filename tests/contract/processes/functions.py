@@ -52,8 +52,9 @@ def stop(pid: int) -> None:
 def _is_stopped(pid: int) -> bool:
     """Whether all threads of a process are stopped."""
     try:
-        states = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except ProcessLookupError:  # A thread has ended meanwhile.
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        states = [(each / "stat").read_text() for each in tasks]
+    except (FileNotFoundError, ProcessLookupError):  # A thread has ended meanwhile.
         return False
     return all(") T" in state for state in states)
 

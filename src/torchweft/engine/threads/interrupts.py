@@ -92,7 +92,7 @@ def is_of_handler(error: BaseException) -> bool:
         return False
     if not isinstance(error, Exception):
         return True
-    # The function in C: the one of ``signal`` makes an enumeration of each, 60 times as slow.
+    # The function in C: that of ``signal`` makes a member of an enumeration of each handler.
     handlers = {_code_of(each) for each in map(getsignal, range(1, signal.NSIG)) if callable(each)}
     step = error.__traceback__
     while step is not None:
