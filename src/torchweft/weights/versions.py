@@ -125,6 +125,7 @@ class Following:
 
     __slots__ = (
         "_announced",
+        "_asked_for",
         "_is_fetching",
         "_is_shared",
         "_is_whole_due",
@@ -138,6 +139,7 @@ class Following:
         self.ready: Version | None = None
         self._publisher = 0
         self._announced: dict[int, int] = {}
+        self._asked_for = 0
         self._is_fetching = False
         self._is_shared = False
         self._is_whole_due = False
@@ -167,14 +169,16 @@ class Following:
     def fetching(self) -> None:
         """The publisher has been asked."""
         self._is_fetching = True
+        self._asked_for = self._announced.get(self._publisher, 0)
 
     def arrived(self, offer: Offer | None, *, is_shared: bool) -> bool:
         """The answer has come; returns whether its bytes may be used."""
         self._is_shared = is_shared
         if offer is None:
             self._is_fetching = False
-            # Nothing newer is there, so nothing is due before the next announcement.
-            self._announced.pop(self._publisher, None)
+            # Nothing newer was there; an announcement may have overtaken this answer.
+            if self._announced.get(self._publisher, 0) <= self._asked_for:
+                self._announced.pop(self._publisher, None)
             self._is_whole_due = False
             return False
         if offer.base is not None and offer.base != self.have:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.component import operation_of
+from torchweft.autograd.component import PassEnded, operation_of
 from torchweft.autograd.contexts import Context, Gradient
 from torchweft.autograd.graph import InputGradients, Roots, roots_of
 from torchweft.autograd.local_pass import LocalPass, Outgoing
@@ -294,7 +294,10 @@ class _Pass:
 
     def work(self, worker: int) -> None:
         def run() -> None:
-            outcome = self.locals[worker].work()
+            try:
+                outcome = self.locals[worker].work()
+            except PassEnded:  # The pass has failed on another worker, which has told this one.
+                return
             self.carry_out(worker, self.participants[worker].worked(*outcome))
 
         if not self.is_complete:

@@ -161,6 +161,15 @@ def test_an_answer_without_a_version_waits_for_the_next_announcement() -> None:
     assert following.next() is Next.REST
 
 
+def test_an_announcement_that_overtakes_such_an_answer_counts() -> None:
+    following = follow()
+    following.announced(version(1))
+    following.fetching()
+    assert following.announced(version(2)) is Next.REST
+    assert not following.arrived(None, is_shared=False)
+    assert following.next() is Next.FETCH
+
+
 def test_a_publisher_without_a_version_is_not_asked_again_for_whole_weights() -> None:
     following = follow()
     following.announced(version(1))

@@ -493,10 +493,15 @@ class HeldReferences:
         if entry is not None and entry.state is State.CREATING:
             self._outbox.ask(NotCreated(reference))
 
-    def none_created(self) -> None:
-        """Tells the owners not to wait for any creation that has not arrived."""
-        for reference in list(self._entries):
-            self.not_created(reference)
+    def ask_again(self) -> None:
+        """Repeats every request that its owner has not answered; an owner may get it twice."""
+        for reference, entry in list(self._entries.items()):
+            if entry.state is State.CREATING:
+                self._outbox.ask(NotCreated(reference))
+            elif entry.state is State.HOLDING:
+                self._outbox.ask(Hold(reference, entry.version, NO_TOKEN))
+            elif entry.state is State.DROPPING:
+                self._outbox.ask(Drop(reference, entry.version))
 
     def received(self, reference: ReferenceId, sender: int, token: int) -> None:
         """Counts a handle made from a reference that came in a message."""
@@ -807,9 +812,9 @@ class References:
             self._handlers[type(message)](sender, message)
 
     def tick(self, now_s: float) -> None:
-        """Takes back, some time after ``drop_all``, what the others have not confirmed by then.
+        """Some time after ``drop_all``, repeats requests without an answer, and ends handovers.
 
-        A thread that was interrupted has never sent it. May be called as often as is convenient.
+        A thread that was interrupted has never sent them. May be called as often as is convenient.
         """
         if not self._is_closed:
             return
@@ -817,8 +822,7 @@ class References:
             self._take_back_at_s = now_s + self._arrival_s
         elif now_s >= self._take_back_at_s:
             self._take_back_at_s = math.inf
-            self._outbox.unanswered.clear()
-            self._held.none_created()
+            self._held.ask_again()
             for to, token in list(self._handovers):
                 self._outbox.send(to, NotHanded(token))
 

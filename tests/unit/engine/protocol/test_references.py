@@ -480,12 +480,29 @@ class TestShutdown:
         """A signal handler raised between the machine and the messages that go out."""
         user = References(USER, ARRIVAL_S)
         user.received(X, 1, OTHER)
-        user.take_actions()
+        (never_sent,) = user.take_actions()
         user.drop_all()
         user.tick(0.0)
+        assert user.take_actions() == []
         assert not user.is_settled()
         user.tick(ARRIVAL_S)
+        assert user.take_actions() == [never_sent]
+        user.message(OWNER, HoldAck(X, 1))
+        user.message(OWNER, DropAck(X, 2))
         assert user.is_settled()
+        assert user.leaks() == []
+
+    def test_a_question_on_its_way_is_not_taken_for_answered(self, wire: Wire) -> None:
+        """The network may take longer than a worker waits before it asks again."""
+        wire.create()
+        wire.flow()
+        wire.user.drop_all()
+        wire.user.tick(0.0)
+        wire.user.tick(ARRIVAL_S)
+        assert not wire.user.is_settled()
+        wire.flow()
+        assert wire.user.is_settled()
+        assert wire.is_clean()
 
     def test_a_late_function_hands_nothing_on(self, wire: Wire) -> None:
         reference = wire.create()
