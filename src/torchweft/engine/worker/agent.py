@@ -40,7 +40,7 @@ from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import ServedStreams
 from torchweft.engine.threads.reactor import OWN, FairQueue, Reactor
 from torchweft.engine.threads.reports import Events
-from torchweft.engine.threads.timers import ReactorChecks, Timers
+from torchweft.engine.threads.timers import Timers, look_after
 from torchweft.engine.wire.frames import Buffer, Frame, encode_frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.calls import Cancelling, OpenCalls, PendingCall, Waiter
@@ -185,7 +185,7 @@ class Agent:
         if patience is None:
             patience = Patience(knobs.DETECTION_S.get(), knobs.RECONNECT_S.get())
         self.links = Links(self.reactor, self.timers, self.receiver, self.pool, patience, self.lose)
-        ReactorChecks(self.reactor, self.timers, self.calls.__len__, self.links.mend)
+        look_after(self.reactor, self.timers, self.calls.__len__, self.links.mend)
         self.channels = Channels(self._home(patience))
         self._connector = Connector(
             self.me.registration,
