@@ -384,7 +384,9 @@ class Node:
         self._interrupts.begin()
         reports.set_origin(self._origin)
         self.agent.answer_observers(self.observed.answer)
-        self.agent.start(when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
+        self.agent.when_lost = self.peer_lost
+        self.agent.when_disconnected = self.peer_disconnected
+        self.agent.start()
 
     def peer_lost(self, peer: Peer) -> None:
         """Tells all parts that a worker is lost, in this order, as one task.

@@ -194,7 +194,8 @@ class Reactor:
         self.tasks = tasks
         self.urgent: deque[Task] = deque()
         self._name = name
-        self._limit = limit
+        self.limit = limit
+        """Number of tasks that run at a time; tasks that wait for other workers do not count."""
         self._extra = 0
         self._epoll = select.epoll()
         self.epoll_fd = self._epoll.fileno()
@@ -213,10 +214,12 @@ class Reactor:
         self._threads: set[threading.Thread] = set()
         self._started = 0
         self._waiting = 0
-        self._running = 0
+        self.running = 0
+        """Number of tasks that run now, without tasks that wait for other workers."""
         self._running_urgent = 0
         self._idling = 0
-        self._completed = 0
+        self.activity = 0
+        """A number that changes whenever a task ends."""
         self._completed_at_last_look = -1
         self._stalled_looks = 0
         self._is_watched = False
@@ -236,7 +239,8 @@ class Reactor:
         """Called after each task with the result of ``before_task``. Neither may raise."""
         self.notes: dict[int, ref[Waiting]] = {}
         """What threads wait for, by thread."""
-        self._is_closing = False
+        self.is_closing = False
+        """Whether ``close`` has begun."""
         self._local = threading.local()
         # Edge-triggered and never read: each write wakes one waiting thread.
         self.wake_fd = os.eventfd(0)
@@ -248,30 +252,10 @@ class Reactor:
         self._spawn()
 
     @property
-    def is_closing(self) -> bool:
-        """Whether ``close`` has begun."""
-        return self._is_closing
-
-    @property
-    def activity(self) -> int:
-        """A number that changes whenever a task ends."""
-        return self._completed
-
-    @property
     def busy(self) -> int:
         """Number of tasks that run or wait to run."""
-        running = self._running + self._running_urgent - self._idling
+        running = self.running + self._running_urgent - self._idling
         return running + len(self.tasks) + len(self.urgent)
-
-    @property
-    def limit(self) -> int:
-        """Number of tasks that run at a time; tasks that wait for other workers do not count."""
-        return self._limit
-
-    @property
-    def running(self) -> int:
-        """Number of tasks that run now, without tasks that wait for other workers."""
-        return self._running
 
     @contextlib.contextmanager
     def idling(self) -> Iterator[None]:
@@ -420,7 +404,7 @@ class Reactor:
         if self.unarmed or self.held:
             self.arm_all()
         with self._lock:
-            self._running -= 1
+            self.running -= 1
         if self.tasks.ready:
             self.wake()
         return True
@@ -428,7 +412,7 @@ class Reactor:
     def end_wait(self) -> None:
         """Counts this thread again. For a moment there may be more than the limit."""
         with self._lock:
-            self._running += 1
+            self.running += 1
 
     def begin_read(self) -> bool:
         """Lets this thread, which handles an event, wait for one descriptor alone.
@@ -467,15 +451,15 @@ class Reactor:
             self._stalled_looks = self._extra = 0
             self._is_watched = self._lacks_thread
             return self._lacks_thread
-        if self._completed == self._completed_at_last_look:
+        if self.activity == self._completed_at_last_look:
             self._stalled_looks += 1
             is_stuck = self._stalled_looks % _LOOKS_UNTIL_STUCK == 0
-            if is_stuck and self._running >= self._limit + self._extra and self._extra < open_calls:
+            if is_stuck and self.running >= self.limit + self._extra and self._extra < open_calls:
                 self._extra += 1
             self.wake()
         else:
             self._stalled_looks = 0
-        self._completed_at_last_look = self._completed
+        self._completed_at_last_look = self.activity
         return True
 
     def _watch_queue(self) -> None:
@@ -487,7 +471,7 @@ class Reactor:
 
     def _spawn(self) -> None:
         with self._lock:
-            if self._is_closing:
+            if self.is_closing:
                 return  # ``close`` would not join it.
             name = f"{self._name}-{self._started + 1}"
             thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -514,7 +498,7 @@ class Reactor:
 
     def _serve(self) -> None:
         is_needed = True
-        while is_needed and not self._is_closing:
+        while is_needed and not self.is_closing:
             for fd, _ in self._epoll.poll(LONGEST_WAIT_S, 1):
                 is_needed = self._handle(fd)
                 # Also if other threads have taken the tasks.
@@ -543,8 +527,8 @@ class Reactor:
             with self._lock:
                 if is_urgent:
                     self._running_urgent += 1
-                elif self._running < self._limit + self._extra:
-                    self._running += 1
+                elif self.running < self.limit + self._extra:
+                    self.running += 1
                 else:
                     break
                 self._waiting -= 1
@@ -559,7 +543,7 @@ class Reactor:
                 if is_urgent:
                     self._running_urgent -= 1
                 else:
-                    self._running -= 1
+                    self.running -= 1
                 if self._waiting > _SPARE_THREADS and not (self.tasks.ready or self.urgent):
                     return False
                 self._waiting += 1
@@ -603,15 +587,15 @@ class Reactor:
                 self.after_task(begun)
             if tuple(map(call, READERS)) != UNTOUCHED:
                 tidy()
-            self._completed += 1
+            self.activity += 1
             # These names must not keep objects alive after the task: remote references count.
             del function, first, second
-            if self._running > self._limit + self._extra:
+            if self.running > self.limit + self._extra:
                 return  # Other tasks came back from a wait; this thread makes room.
 
     def abandon(self) -> None:
         """Frees the descriptors in a forked process; takes no lock, and runs no waiting task."""
-        self._is_closing = True
+        self.is_closing = True
         self.urgent.clear()
         self.held.clear()
         self._epoll.close()
@@ -624,7 +608,7 @@ class Reactor:
 
         These run user code that does not return. They are daemons and end with the process.
         """
-        self._is_closing = True
+        self.is_closing = True
         os.eventfd_write(self._close_fd, 1)
         me = threading.current_thread()
         with self._lock:
