@@ -464,11 +464,11 @@ class Node:
             end()
         self.gatherings.close()
         self.worker.unseen.close()
-        self.spin_limit.close()
         self.worker.references.close()
         self.sources.close(max(end_s - time.monotonic(), 0.0))
         self.worker.close(limit_s)
         self.agent.close(max(end_s - time.monotonic(), 0.0))
+        self.spin_limit.close()
         self.store = None  # A kept future or reference keeps this worker, but no server.
 
     def _origin(self) -> reports.Origin:

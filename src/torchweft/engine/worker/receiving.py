@@ -128,16 +128,6 @@ class Receiver:
         except BaseException:
             log_exception("a message of worker %r could not be handled", peer.name)
 
-    def check(self, peer: Peer, frame: Frame) -> None:
-        """Checks that a worker is entitled to a message that ``dispatch`` does not get.
-
-        Raises:
-            ProtocolError: It is not.
-        """
-        check = self._routes[frame.kind][2]
-        if check is not None:
-            check(peer, frame)
-
     def deliver(self, peer: Peer, frame: Frame) -> None:
         """Handles a frame from this worker to itself, which touches no socket."""
         reactor = self._reactor
