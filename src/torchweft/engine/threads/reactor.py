@@ -45,6 +45,7 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
+from time import monotonic
 from typing import Any
 from weakref import ref
 
@@ -203,13 +204,13 @@ class Reactor:
         self._handlers: dict[int, Callable[[], None]] = {}
         self._arms: dict[int, Callable[[], object]] = {}
         """What arms a descriptor, where that is not ``epoll`` alone."""
-        self.unarmed: dict[int, int] = {}
-        """Descriptors that were left unarmed, for their handlers or the timer thread. Whoever takes
-        one out must arm it."""
+        self.unarmed: dict[int, float] = {}
+        """Descriptors that were left unarmed, for their handlers or the timer thread, and when.
+        Whoever takes one out must arm it."""
         self._is_arming = False
         """Whether ``arm_if_left`` is due."""
-        self._was_unarmed: dict[int, int] = {}
-        self._unarmed_count = self._last_count = 0
+        self._left_s = 0.0
+        """When the latest descriptor was left unarmed."""
         self._lock = threading.RLock()
         self._threads: set[threading.Thread] = set()
         self._started = 0
@@ -224,7 +225,6 @@ class Reactor:
         self._stalled_looks = 0
         self._is_watched = False
         self._lacks_thread = False
-        self._looks_for_thread = 0
         self.on_queued: Callable[[], None] = lambda: None
         """Called when tasks begin to wait; must have ``help_if_stalled`` called soon."""
         self.on_unarmed: Callable[[], None] = lambda: None
@@ -327,8 +327,7 @@ class Reactor:
 
     def leave_unarmed(self, fd: int) -> None:
         """Leaves the arming of ``fd`` to its handler, which is called again after the tasks."""
-        self._unarmed_count += 1
-        self.unarmed[fd] = self._unarmed_count
+        self._left_s = self.unarmed[fd] = monotonic()
         if not self._is_arming:  # Last: ``arm_if_left`` sees the entry, or this sees its end.
             self._is_arming = True
             self.on_unarmed()
@@ -345,20 +344,19 @@ class Reactor:
         for fd in self.unarmed.copy():
             self.arm(fd)
 
-    def arm_if_left(self) -> bool:
-        """Arms descriptors already unarmed at the last look; returns whether to look again.
+    def arm_if_left(self, before_s: float) -> bool:
+        """Arms the descriptors that were left unarmed before a time; returns whether to look again.
 
         Returns True for as long as calls arrive: waking the timer thread for each would cost more.
         """
         self._is_arming = False  # First: what is left from now on may not be seen below.
         if self.held:
             self.on_pause()
-        for fd, count in self._was_unarmed.items():
-            if self.unarmed.get(fd) == count:  # Otherwise it was taken and left again since.
+        for fd, left_s in self.unarmed.copy().items():
+            # If it differs, it was taken and left again since.
+            if left_s <= before_s and self.unarmed.get(fd) == left_s:
                 self.arm(fd)
-        last_count, self._last_count = self._last_count, self._unarmed_count
-        self._was_unarmed = self.unarmed.copy()
-        looks_again = bool(self._was_unarmed) or last_count != self._last_count
+        looks_again = self._left_s > before_s
         if looks_again:
             self._is_arming = True
         return looks_again
@@ -443,9 +441,7 @@ class Reactor:
             Whether to look again, because tasks wait or a thread is lacking.
         """
         if self._lacks_thread:
-            self._looks_for_thread += 1
-            if self._looks_for_thread % _LOOKS_UNTIL_STUCK == 0:
-                self._spawn_if_possible()
+            self._spawn_if_possible()
         if not self.tasks.ready and not self.urgent:
             self._completed_at_last_look = -1
             self._stalled_looks = self._extra = 0

@@ -142,7 +142,7 @@ def look_after(
         return now_s + stall_s if reactor.help_if_stalled(open_calls()) else math.inf
 
     def arm_left(now_s: float) -> float:
-        return now_s + rearm_s if reactor.arm_if_left() else math.inf
+        return now_s + rearm_s if reactor.arm_if_left(now_s - rearm_s) else math.inf
 
     def mend_all(now_s: float) -> float:
         mend()
