@@ -130,16 +130,16 @@ class Decoder:
         peer = self._agent.peers[call.worker]
         flags = frame.flags
         control: Any = frame.control
-        if type(control) is LocalMessage:
-            call.frame = None
-            if flags & ERROR_REPLY:
-                raise self._error_of(call, unpack_error, control.payload)
-            return self.open_own(control, control.head[0], is_answer=True)
+        is_own = type(control) is LocalMessage
         if flags & ERROR_REPLY:
             call.frame = None
-            head = decode_reply(control)
-            payload = bytes(control[head[3] : head[4]])
-            raise self._error_of(call, self._unpack_error, payload)
+            if is_own:
+                raise self._error_of(call, unpack_error, control.payload)
+            *_, start, end = decode_reply(control)
+            raise self._error_of(call, self._unpack_error, bytes(control[start:end]))
+        if is_own:
+            call.frame = None
+            return self.open_own(control, control.head[0], is_answer=True)
         try:
             call.frame = None  # Its memory belongs to the result from here on.
             head = decode_reply(control)

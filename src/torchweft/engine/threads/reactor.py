@@ -111,14 +111,7 @@ class FairQueue:
 
     def append(self, task: Task, sender: int = OWN, size_bytes: int = 0) -> None:
         """Appends a task of a sender, regardless of the limits."""
-        with self._lock:
-            waiting = self._queues.get(sender)
-            if waiting is None:
-                waiting = self._add(sender)
-            waiting.tasks.append((task, size_bytes))
-            waiting.size_bytes += size_bytes
-            if len(waiting.tasks) == 1:
-                self.ready.append(sender)
+        self.offer(task, sender, size_bytes, is_bounded=False)
 
     def _add(self, sender: int) -> _SenderQueue:
         # Each life of a worker is a separate sender, and the empty queues of past lives would
@@ -131,7 +124,7 @@ class FairQueue:
         added = self._queues[sender] = _SenderQueue()
         return added
 
-    def offer(self, task: Task, sender: int, size_bytes: int) -> bool:
+    def offer(self, task: Task, sender: int, size_bytes: int, *, is_bounded: bool = True) -> bool:
         """Appends a task of a sender; returns False if that would exceed the limits.
 
         A sender without waiting tasks may add a task of any size.
@@ -140,7 +133,8 @@ class FairQueue:
             waiting = self._queues.get(sender) or self._add(sender)
             tasks = waiting.tasks
             size_bytes_after = waiting.size_bytes + size_bytes
-            if tasks and (len(tasks) >= self._limit or size_bytes_after > self._limit_bytes):
+            is_full = len(tasks) >= self._limit or size_bytes_after > self._limit_bytes
+            if tasks and is_bounded and is_full:
                 return False
             tasks.append((task, size_bytes))
             waiting.size_bytes = size_bytes_after
