@@ -21,11 +21,10 @@ begins with ``WEFT_`` and is none of these is a mistake: ``check_environment`` r
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any, Generic, TypeVar
 
 from torchweft.arguments import did_you_mean
@@ -45,7 +44,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 Value = TypeVar("Value", int, float, str)
 
 
-class _Tunable(ABC, Generic[Value]):
+class _Tunable(Generic[Value]):
     """A value with a default that the environment, or a test, may change.
 
     Args:
@@ -53,9 +52,11 @@ class _Tunable(ABC, Generic[Value]):
         default: Value used if no other is set; its type decides what is accepted.
     """
 
+    _shared_variable = ""
+
     def __init__(self, name: str, default: Value) -> None:
         self.name = name
-        self.variable = self._variable()
+        self.variable = self._shared_variable or f"WEFT_{name}"
         self.default: Value = default
         self._override: Value | None = None
 
@@ -64,21 +65,15 @@ class _Tunable(ABC, Generic[Value]):
         if self._override is not None:
             return self._override
         text = os.environ.get(self.variable)
-        if text is None:
-            return self.default
-        return self.read(text)
+        return self.default if text is None else self.read(text)
 
-    @abstractmethod
     def read(self, text: str) -> Value:
         """Returns the value that the text of the variable means for this tunable.
 
         Raises:
             ConfigurationError: The text is invalid.
         """
-
-    @abstractmethod
-    def _variable(self) -> str:
-        """Returns the name of the environment variable that may have the value."""
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def override(self, value: Value) -> Iterator[None]:
@@ -89,14 +84,26 @@ class _Tunable(ABC, Generic[Value]):
         finally:
             self._override = previous
 
-    def _value_of(self, text: str) -> Value:
-        """Returns the value that a text means; raises ValueError if the text is invalid."""
-        if self.name.endswith("_BYTES"):
-            return _size_of(text)  # type: ignore[return-value]
-        value = type(self.default)(text)
-        if isinstance(value, float) and math.isnan(value):
-            raise ValueError("not a number")
-        return value
+    def _value_of(self, text: str, said: str, fix: str) -> Value:
+        """Returns the value that a text means; raises ConfigurationError if it is invalid.
+
+        Args:
+            text: The text.
+            said: What the variable says, for the message.
+            fix: What to do instead.
+        """
+        try:
+            read = _size_of if self.name.endswith("_BYTES") else type(self.default)
+            value: Any = read(text)
+            default: Any = self.default
+            # NaN is no value either. A negative one has a meaning only where the default has one.
+            if isinstance(value, str) or value >= 0 or value < 0 > default:
+                return value  # type: ignore[no-any-return]
+        except ValueError:
+            pass
+        raise ConfigurationError(
+            f"environment variable {self.variable} {said}, which is no {self._kind()}; {fix}"
+        )
 
     def _kind(self) -> str:
         if self.name.endswith("_BYTES"):
@@ -109,28 +116,16 @@ class _Tunable(ABC, Generic[Value]):
 class Knob(_Tunable[Value]):
     """A value that an operator may set, by an environment variable of its own."""
 
-    def _variable(self) -> str:
-        return f"WEFT_{self.name}"
-
     def read(self, text: str) -> Value:
         """Returns the value that a text means; raises ConfigurationError if the text is invalid."""
-        try:
-            value = self._value_of(text)
-            if not isinstance(value, str) and value < 0 <= self.default:
-                raise ValueError("a negative number has a meaning only where the default has one")
-            return value
-        except ValueError:
-            raise ConfigurationError(
-                f"environment variable {self.variable} is {text!r}, which is no {self._kind()}; "
-                f"unset it or set it like {self.variable}={self.default}"
-            ) from None
+        fix = f"unset it or set it like {self.variable}={self.default}"
+        return self._value_of(text, f"is {text!r}", fix)
 
 
 class Constant(_Tunable[Value]):
     """A value that only tests and benchmarks of Weft may set, by ``WEFT_INTERNAL``."""
 
-    def _variable(self) -> str:
-        return INTERNAL_VARIABLE
+    _shared_variable = INTERNAL_VARIABLE
 
     def read(self, text: str) -> Value:
         """Returns the value that ``WEFT_INTERNAL`` has for this constant, or else the default.
@@ -141,13 +136,8 @@ class Constant(_Tunable[Value]):
         own = _settings_of(text).get(self.name)
         if own is None:
             return self.default
-        try:
-            return self._value_of(own)
-        except ValueError:
-            raise ConfigurationError(
-                f"environment variable {INTERNAL_VARIABLE} sets {self.name} to {own!r}, which is "
-                f"no {self._kind()}; leave it out or set it like {self.name}={self.default}"
-            ) from None
+        fix = f"leave it out or set it like {self.name}={self.default}"
+        return self._value_of(own, f"sets {self.name} to {own!r}", fix)
 
 
 def _settings_of(text: str) -> dict[str, str]:
@@ -173,10 +163,8 @@ def _size_of(text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     if found is None or ("b" in text.lower()) < bool(found[2]):
         raise ValueError("no size, or a unit like M, which may mean MB or MiB")
-    size = float(found[1]) * _UNITS[(found[2] or "").lower()] if "." in text else None
-    if size is None:
-        return int(found[1]) * _UNITS[(found[2] or "").lower()]
-    if not size.is_integer():
+    size = Fraction(found[1]) * _UNITS[(found[2] or "").lower()]
+    if size.denominator != 1:
         raise ValueError("a part of a byte")
     return int(size)
 
@@ -206,7 +194,8 @@ def check_environment(environment: Mapping[str, str] | None = None) -> None:
         elif variable in knobs:
             problems += _problems(knobs[variable], text)
         else:
-            problems.append(_unknown(variable, knobs, constants))
+            known = did_you_mean(variable, [*knobs, *_OTHERS], "WEFT_")
+            problems.append(f"environment variable {variable} is unknown to Weft{known}")
     if problems:
         raise ConfigurationError("; ".join(problems))
 
@@ -238,20 +227,6 @@ def _internal_problems(text: str, constants: Mapping[str, Constant[Any]]) -> lis
     return problems
 
 
-def _unknown(
-    variable: str, knobs: Mapping[str, Knob[Any]], constants: Mapping[str, Constant[Any]]
-) -> str:
-    """Returns the message about a variable that Weft does not read, or no longer reads."""
-    constant = constants.get(variable.removeprefix("WEFT_"))
-    if constant is not None:
-        return (
-            f"environment variable {variable} is not read any more: {constant.name} is a constant "
-            f"of Weft, {constant.default}; {_INSTEAD.get(constant.name, 'unset the variable')}"
-        )
-    known = did_you_mean(variable, [*knobs, *_OTHERS], "WEFT_")
-    return f"environment variable {variable} is unknown to Weft{known}"
-
-
 _OTHERS = frozenset(
     (
         "WEFT_SECRET WEFT_WORKER_NAME WEFT_INIT_METHOD WEFT_RESTART_COUNT WEFT_DEVICE "
@@ -259,12 +234,6 @@ _OTHERS = frozenset(
     ).split()
 )
 """Variables that are not knobs: the secret itself, and what launchers tell their workers."""
-
-_INSTEAD = {
-    "RESTART_BACKOFF_S": "pass --backoff to torchweft run",
-    "RESTART_WINDOW_S": "pass --restart-window to torchweft run",
-}
-"""Advice to a user who sets the variable of a constant, if it is not to unset it."""
 
 _RESERVED = ("WEFT_TEST_", "WEFT_BENCHMARK_")
 """Prefixes of the variables for Weft's own tests and benchmarks."""

@@ -8,10 +8,9 @@ system does not tell is empty, 0 or -1, and equals no other worker's.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ class Facts:
 
     def as_json(self) -> dict[str, object]:
         """Returns the facts as a dictionary that JSON can carry."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: object) -> Facts:
@@ -53,20 +52,14 @@ class Facts:
         """
         if not isinstance(data, dict):
             raise ProtocolError(f"facts about a process are a {type(data).__name__}, not an object")
-        fields: dict[str, Any] = {
-            name: _checked(name, kind, data.get(name)) for name, kind in _KINDS.items()
-        }
-        return cls(**fields)
-
-
-_KINDS: dict[str, str] = {field.name: str(field.type) for field in dataclasses.fields(Facts)}
-
-
-def _checked(name: str, kind: str, value: object) -> object:
-    match kind, value:
-        case ("int", int()) | ("str", str()):
-            return value
-    raise ProtocolError(f"a process describes its {name} as {value!r}, which is no {kind}")
+        values: dict[str, Any] = {each.name: data.get(each.name) for each in fields(cls)}
+        for each in fields(cls):
+            value = values[each.name]
+            if type(value).__name__ != each.type:
+                raise ProtocolError(
+                    f"a process describes its {each.name} as {value!r}, which is no {each.type}"
+                )
+        return cls(**values)
 
 
 def network_id() -> str:

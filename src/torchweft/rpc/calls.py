@@ -142,10 +142,10 @@ def call_and_wait(
     subject: Subject | str | None = None,
 ) -> Any:
     """Calls ``peer``, waits for the answer, and returns the result. Blocks."""
-    event = None
+    called, event = subject or function, None
     if profiler._is_profiler_enabled:
-        event = begin_event(RPCExecMode.SYNC, worker.agent.info.name, peer, subject or function)
-    call, span = _new_call(worker, peer, subject or function, timeout)
+        event = begin_event(RPCExecMode.SYNC, worker.agent.info.name, peer, called)
+    call, span = _new_call(worker, peer, called, timeout)
     request = worker.encoder.request(peer, function, args, kwargs, call.timeout_s, span=span)
     try:
         worker.agent.calls.ask_and_wait(peer, call, request)
@@ -182,10 +182,10 @@ def start(
 
     Messages name ``subject`` if it is given, otherwise the function.
     """
-    event = None
+    called, event = subject or function, None
     if profiler._is_profiler_enabled:
-        event = begin_event(RPCExecMode.ASYNC, worker.agent.info.name, peer, subject or function)
-    call, span = _new_call(worker, peer, subject or function, timeout)
+        event = begin_event(RPCExecMode.ASYNC, worker.agent.info.name, peer, called)
+    call, span = _new_call(worker, peer, called, timeout)
     request = worker.encoder.request(peer, function, args, kwargs, call.timeout_s, span=span)
     try:
         # References among them must outlive the call, also if the program changes ``args``.

@@ -130,16 +130,16 @@ class Decoder:
         peer = self._agent.peers[call.worker]
         flags = frame.flags
         control: Any = frame.control
-        if type(control) is LocalMessage:
-            call.frame = None
-            if flags & ERROR_REPLY:
-                raise self._error_of(call, unpack_error, control.payload)
-            return self.open_own(control, control.head[0], is_answer=True)
+        is_own = type(control) is LocalMessage
         if flags & ERROR_REPLY:
             call.frame = None
-            head = decode_reply(control)
-            payload = bytes(control[head[3] : head[4]])
-            raise self._error_of(call, self._unpack_error, payload)
+            if is_own:
+                raise self._error_of(call, unpack_error, control.payload)
+            *_, start, end = decode_reply(control)
+            raise self._error_of(call, self._unpack_error, bytes(control[start:end]))
+        if is_own:
+            call.frame = None
+            return self.open_own(control, control.head[0], is_answer=True)
         try:
             call.frame = None  # Its memory belongs to the result from here on.
             head = decode_reply(control)
@@ -298,14 +298,15 @@ class Decoder:
 
     def _come_home(self, reference: ReferenceId) -> Handle:
         """Returns a reference to a value of this worker that the sender has kept meanwhile."""
-        if not self._references.came_home(reference):
-            raise _reference_gone(reference)
-        return self.reference_type.from_received(self._references, reference)
+        return self._handle(reference, self._references.came_home(reference))
 
     def _receive(self, handed: HandedReference, sender: Peer) -> Handle:
-        if not self._references.received(handed, sender):
-            raise _reference_gone(handed.reference)
-        return self.reference_type.from_received(self._references, handed.reference)
+        return self._handle(handed.reference, self._references.received(handed, sender))
+
+    def _handle(self, reference: ReferenceId, is_counted: bool) -> Handle:
+        if not is_counted:
+            raise ReferenceGone(f"{reference} arrived after this worker had dropped its references")
+        return self.reference_type.from_received(self._references, reference)
 
     def _place(
         self,
@@ -317,30 +318,19 @@ class Decoder:
         is_answer: bool,
     ) -> list[Tensor]:
         """Places the tensors of a message in their graphs."""
-        message_id = head[1]
+        context_id, message_id, *_ = head
         if context is not None and message_id:
             return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
-        self._place_computed(peer, with_flags(tensors, flags), flags, head, is_answer)
-        return tensors
-
-    def _place_computed(
-        self,
-        peer: Peer,
-        tensors: list[Tensor],
-        flags: Sequence[int],
-        head: ValueHead,
-        is_answer: bool,
-    ) -> None:
-        """Marks tensors with a graph at the sender, in a message outside of contexts."""
+        with_flags(tensors, flags)
         computed = [place for place, flag in enumerate(flags) if flag & COMPUTED]
         for place in computed:
             if flags[place] & SHARED:  # As in a context: separate graphs need separate memory.
                 tensors[place] = separated(tensors[place].detach())
         if computed:
-            context_id, message_id, *_ = head
             self._arrivals.place(
                 tensors, computed, peer.name, peer.id, context_id, message_id, is_answer
             )
+        return tensors
 
     def refuse(self, peer: Peer, head: ValueHead) -> None:
         """Releases the references and the graph that an unread message holds at its sender."""
@@ -357,7 +347,3 @@ class Decoder:
             self._outside.give_back(peer.id, message_id)
         else:
             self._not_its_own(peer, message_id)
-
-
-def _reference_gone(reference: ReferenceId) -> ReferenceGone:
-    return ReferenceGone(f"{reference} arrived after this worker had dropped its references")

@@ -315,7 +315,8 @@ class Encoder:
             code = b""
             packed = self._pack(peer, kind, flags, name, values, called, needs_pickle)
         payload, tensors, externals = packed
-        inlined = None if peer.is_self else self._inlined(peer, tensors)
+        moves_host = peer.device_maps.moves_host_of_calls
+        inlined = None if peer.is_self else _inlined(tensors, moves_host)
         content, requires_grad = (b"", None) if inlined is None else inlined
         if inlined is None and not peer.device_maps.is_identity:
             # Not when it is sent: that may be later, once there is a connection.
@@ -360,12 +361,6 @@ class Encoder:
         if context_id or requires_grad is not False:
             return self.record_send(context_id, tensors, peer)
         return 0, 0
-
-    def _inlined(self, peer: Peer, tensors: Sequence[Tensor]) -> Encoded | None:
-        """Returns the tensors of a call as they stand in the message; None if they need tables."""
-        if not tensors:
-            return NO_TENSORS
-        return None if peer.device_maps.moves_host_of_calls else encode_tensors(tensors)
 
     def _check_whole(self, peer: Peer, values: tuple[Any, ...]) -> None:
         """Raises SerializationError for an argument that a transform of ``torch.func`` has made."""
@@ -426,23 +421,16 @@ class Encoder:
 
         With ``needs_pickle``, ``values.encode`` is known to leave the result to pickle.
         """
-        kind = type(result)
         if peer.is_self:
             return (*peer.pack(result), None)
-        if peer.device_maps.moves_host_of_answers:
-            packed = peer.pack(result)
-            self._check_count(packed.tensors)
-            return (*packed, None if packed.tensors else NO_TENSORS)
-        if kind is Tensor and not result.__dict__:
-            # Most results are a tensor, or None.
-            inlined = encode_tensors((result,))
+        moves_host = peer.device_maps.moves_host_of_answers
+        if type(result) is Tensor and not result.__dict__ and not moves_host:
+            inlined = encode_tensors((result,))  # Most results are a tensor.
             if inlined is not None or is_dense(result):
                 return b"", [result], (), inlined
-        elif result is None:
-            return b"", [], (), NO_TENSORS
         packed = (peer.pickle if needs_pickle else peer.pack)(result)
         self._check_count(packed.tensors)
-        return (*packed, encode_tensors(packed.tensors) if packed.tensors else NO_TENSORS)
+        return (*packed, _inlined(packed.tensors, moves_host))
 
     def _check_count(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) > self._tensor_limit:
@@ -496,6 +484,13 @@ class Encoder:
             self._references.undeliverable(each, peer)
         if message_id:
             self._outside.take_back(message_id)
+
+
+def _inlined(tensors: Sequence[Tensor], moves_host: bool) -> Encoded | None:
+    """Returns the tensors of a message as they stand in it; None if they need tables."""
+    if not tensors:
+        return NO_TENSORS
+    return None if moves_host else encode_tensors(tensors)
 
 
 def _check_tangents(tensors: Sequence[Tensor]) -> None:

@@ -84,7 +84,6 @@ class Leaving:
             self._machine = leaving.Leader(set(agent.peers))
         self._changed = threading.Event()
         self._probe_at_s = math.inf
-        self._timer = worker.agent.timers.add(self.tick)
         self._is_settling_due = self._is_settling = False
         self._notes_held = False
         self._left: leaving.Left | None = None
@@ -134,12 +133,16 @@ class Leaving:
     def _await_end(self, end_s: float) -> bool:
         """Waits until the machine lets this worker leave; returns False if the time is up."""
         while self._left is None:
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
+            now_s = time.monotonic()
+            if now_s >= end_s:
                 return False
             self._changed.clear()
             if self._is_settling_due:
                 self._settle()
+            if now_s >= self._probe_at_s:
+                self._probe_at_s = math.inf
+                self._feed(self._machine.probe_again)
+            left_s = min(end_s, self._probe_at_s) - now_s
             if self._machine.is_watched:
                 if not self._look():
                     self._changed.wait(min(_POLL_S, left_s))
@@ -204,13 +207,6 @@ class Leaving:
         if peer.lost is not None:  # Race: the machine may have heard of the loss too early.
             self.peer_lost(peer)
 
-    def tick(self, now_s: float) -> float:
-        """Makes the leader probe again when due; a job of the timers."""
-        if self._probe_at_s <= now_s:
-            self._probe_at_s = math.inf
-            self._feed(self._machine.probe_again)
-        return self._probe_at_s
-
     # Actions
 
     def _act(self, action: leaving.Action) -> None:
@@ -221,7 +217,6 @@ class Leaving:
             self._look()
         elif isinstance(action, leaving.ProbeLater):
             self._probe_at_s = time.monotonic() + _PROBE_PAUSE_S
-            self._timer.wake_by(self._probe_at_s)
         elif isinstance(action, leaving.Retire):
             peer = agent.peers[action.worker]
             peer.depart()
@@ -384,7 +379,9 @@ class Node:
         self._interrupts.begin()
         reports.set_origin(self._origin)
         self.agent.answer_observers(self.observed.answer)
-        self.agent.start(when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
+        self.agent.when_lost = self.peer_lost
+        self.agent.when_disconnected = self.peer_disconnected
+        self.agent.start()
 
     def peer_lost(self, peer: Peer) -> None:
         """Tells all parts that a worker is lost, in this order, as one task.
@@ -462,11 +459,11 @@ class Node:
             end()
         self.gatherings.close()
         self.worker.unseen.close()
-        self.spin_limit.close()
         self.worker.references.close()
         self.sources.close(max(end_s - time.monotonic(), 0.0))
         self.worker.close(limit_s)
         self.agent.close(max(end_s - time.monotonic(), 0.0))
+        self.spin_limit.close()
         self.store = None  # A kept future or reference keeps this worker, but no server.
 
     def _origin(self) -> reports.Origin:

@@ -124,7 +124,7 @@ class Member:
         self.gatherings = agent.slots[GATHERINGS] = Gatherings(agent, LongWaits("worker"))
         self.sources = agent.slots[SOURCES] = Sources(agent, lambda source: None)
         self.leaving = Leaving(self.worker, LongWaits("me"))
-        agent._when_lost = self._peer_lost
+        agent.when_lost = self._peer_lost
         agent.links.end = lambda link: None  # type: ignore[method-assign, assignment]
         agent.connect_all = lambda *args, **kwargs: None  # type: ignore[method-assign]
         calls: Any = agent.calls

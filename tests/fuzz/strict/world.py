@@ -99,7 +99,7 @@ class World:
         self.agent.slots[ENGINE] = self.worker.engine
         self.gatherings = self.agent.slots[GATHERINGS] = Gatherings(self.agent, LongWaits("worker"))
         self.sources = self.agent.slots[SOURCES] = Sources(self.agent, lambda source: None)
-        self.agent._when_lost = self._peer_lost
+        self.agent.when_lost = self._peer_lost
         self._stop_at_the_edges()
         current_agent.install(self.agent)
         self.sender = self.agent.peers[SENDER]

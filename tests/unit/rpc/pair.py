@@ -29,7 +29,8 @@ class Pair:
         for worker in (self.caller, self.callee):
             serving.install(worker)
             worker.agent.slots[WORKER] = worker
-            worker.agent.start(when_lost=functools.partial(_peer_lost, worker))
+            worker.agent.when_lost = functools.partial(_peer_lost, worker)
+            worker.agent.start()
         current_agent.install(callee.agent)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from torchweft.engine.wire import messages
 from torchweft.engine.wire.messages import NO_CREATION, NO_GRAD, HandedReference, encode_call
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
-from torchweft.native import Native, native, reason
+from torchweft.native import native, reason
 
 LIMIT = 4
 """How many tensors a message may have in these tests."""
@@ -41,7 +41,7 @@ calls = st.builds(
 
 
 @pytest.fixture(scope="module")
-def twin() -> Native:
+def twin() -> Any:
     if native is None:
         pytest.skip(reason)
     return native
@@ -57,7 +57,7 @@ def head_by(decode_call: Any, control: Any) -> Any:
 @settings(max_examples=examples(200))
 @given(calls, st.integers(0, 60), st.binary(max_size=3), st.sampled_from([bytes, memoryview]))
 def test_both_twins_read_or_refuse_the_same_heads_of_calls(
-    twin: Native, control: bytes, place: int, damage: bytes, kind: Any
+    twin: Any, control: bytes, place: int, damage: bytes, kind: Any
 ) -> None:
     damaged = control[:place] + damage + control[place + len(damage) :]
     for data in (control, damaged, control[:place], control[: len(control) - place]):
@@ -77,9 +77,7 @@ def message_of(value: object, front: bytes = b"") -> tuple[bytes, int, int, list
 
 @settings(max_examples=examples(100))
 @given(VALUES, sections, st.sampled_from([bytes, bytearray, memoryview]))
-def test_both_twins_read_the_same_value(
-    twin: Native, value: object, front: bytes, kind: Any
-) -> None:
+def test_both_twins_read_the_same_value(twin: Any, value: object, front: bytes, kind: Any) -> None:
     control, start, end, tensors = message_of(value, front)
     read = twin.decode_message(kind(control), start, end, LIMIT, resolve, refuse_home)
     if len(tensors) > LIMIT:
@@ -90,7 +88,7 @@ def test_both_twins_read_the_same_value(
     assert same(read, value)
 
 
-def test_a_message_without_a_payload_is_one_tensor_or_none(twin: Native) -> None:
+def test_a_message_without_a_payload_is_one_tensor_or_none(twin: Any) -> None:
     (content, _), tensor = encode_tensors([torch.ones(2)]) or (b"", False), torch.ones(2)
     front = b"head"
     start = len(front)
@@ -98,7 +96,7 @@ def test_a_message_without_a_payload_is_one_tensor_or_none(twin: Native) -> None
     assert twin.decode_message(front, start, start, 1, resolve, refuse_home) is None
 
 
-def test_tensors_that_need_a_closer_look_are_left_to_the_plain_twin(twin: Native) -> None:
+def test_tensors_that_need_a_closer_look_are_left_to_the_plain_twin(twin: Any) -> None:
     leaf, shared = torch.ones(2, requires_grad=True), torch.ones(4)
     for value in ((leaf,), (torch.nn.Parameter(torch.ones(1)),), (shared[:3], shared[1:])):
         control, start, end, _ = message_of(value)
@@ -108,7 +106,7 @@ def test_tensors_that_need_a_closer_look_are_left_to_the_plain_twin(twin: Native
 
 @pytest.mark.parametrize("tag", [15, 16])
 def test_a_value_names_no_tensor_and_no_reference_that_the_message_lacks(
-    twin: Native, tag: int
+    twin: Any, tag: int
 ) -> None:
     payload = bytes([tag]) + (0).to_bytes(4, "little")
     read = twin.decode_message(payload, 0, len(payload), LIMIT, resolve, refuse_home)
@@ -117,7 +115,7 @@ def test_a_value_names_no_tensor_and_no_reference_that_the_message_lacks(
         decode(payload, (), (), resolve)
 
 
-def test_a_cut_message_is_left_to_the_plain_twin_wherever_it_ends(twin: Native) -> None:
+def test_a_cut_message_is_left_to_the_plain_twin_wherever_it_ends(twin: Any) -> None:
     control, start, end, _ = message_of((1, "text", torch.ones(3), math.pi))
     for size in range(start, len(control)):
         read = twin.decode_message(control[:size], start, end, LIMIT, resolve, refuse_home)

@@ -344,7 +344,7 @@ class _Described(NamedTuple):
 def encode_tensors(tensors: Sequence[Tensor]) -> Encoded | None:
     """Returns tensors of any kind with their memory; None if they need buffers."""
     if native is not None and not shared_ranges:
-        made = native.encode_tensors(tensors)
+        made: Encoded | None = native.encode_tensors(tensors)
         if made is not None:
             return made
     limit_bytes = min(LIMIT_BYTES + (len(tensors) - 1) * FURTHER_BYTES, MESSAGE_LIMIT_BYTES)
@@ -641,7 +641,7 @@ def decode_tensors(
         SerializationError: This worker lacks a dtype.
     """
     if native is not None:
-        made = native.decode_tensors(data, position)
+        made: tuple[list[Tensor], bytes] | None = native.decode_tensors(data, position)
         if made is not None:
             return made
     if not 0 <= len(data) - position <= MESSAGE_LIMIT_BYTES:

@@ -184,61 +184,62 @@ def report_failure() -> None:
         )
 
 
-def _safe(function: Callable[P, T], instead: T) -> Callable[P, T]:
+def _safe(instead: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Makes a function return ``instead`` where CUDA is not initialized, or fails."""
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not HAS_CUDA or not cuda.is_initialized():
-            return instead
-        try:
-            return function(*args, **kwargs)
-        except Exception:
-            report_failure()
-            return instead
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not HAS_CUDA or not cuda.is_initialized():
+                return instead
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                report_failure()
+                return instead
 
-    return call
+        return call
+
+    return decorate
 
 
 # Marks
 
 Mark = tuple[tuple[int, Any, Any], ...]
 """A point in the work of a thread: device, stream and event for each of its current streams."""
+_NO_MARK: Mark | None = None
+_NO_DEVICES: Sequence[int] = ()
 
 
-def _mark(device: int | None = None) -> Mark | None:
-    devices = cuda.devices() if device is None else (device,)
+@_safe(_NO_MARK)
+def mark(device: int | None = None) -> Mark | None:
+    """Returns a mark of this thread's current streams, on one device or all that have a context.
+
+    Returns None where CUDA is not initialized, since there is no GPU work then.
+    """
     found = []
-    for each in devices:
+    for each in cuda.devices() if device is None else (device,):
         stream = cuda.current_stream(each)
         found.append((each, stream, cuda.record(stream)))
     return tuple(found)
 
 
-mark = _safe(_mark, None)
-"""Returns a mark of this thread's current streams, on all devices that have a context or on one.
-
-Returns None where CUDA is not initialized, since there is no GPU work then.
-"""
-
-
-def _wait(at: Mark) -> None:
-    for device, stream, event in at:
+@_safe(None)
+def wait(at: Mark | None) -> None:
+    """Has this thread's current streams wait for the work before a mark; does not block."""
+    for device, stream, event in at or ():
         current = cuda.current_stream(device)
         if current != stream:
             cuda.wait(current, event)
 
 
-_wait_if_possible = _safe(_wait, None)
+@_safe(None)
+def keep(*values: Any) -> None:
+    """Notes that this thread's current streams use tensors of other streams, which may die soon.
 
-
-def wait(at: Mark | None) -> None:
-    """Has this thread's current streams wait for the work before a mark; does not block."""
-    if at is not None:
-        _wait_if_possible(at)
-
-
-def _keep(values: Iterable[Any]) -> None:
+    Args:
+        values: Tensors, or tuples, lists and dictionaries with tensors in them.
+    """
     current: dict[int, Any] = {}
     for tensor in _on_devices(values, _DEEPEST):
         device = _number_of(tensor)
@@ -248,24 +249,11 @@ def _keep(values: Iterable[Any]) -> None:
         cuda.keep(tensor, stream)
 
 
-_keep_if_possible = _safe(_keep, None)
-
-
-def keep(*values: Any) -> None:
-    """Notes that this thread's current streams use tensors of other streams, which may die soon.
-
-    Args:
-        values: Tensors, or tuples, lists and dictionaries with tensors in them.
-    """
-    if HAS_CUDA:
-        _keep_if_possible(values)
-
-
 def use(at: Mark | None, *values: Any) -> None:
     """Has this thread use values that carry a mark: ``wait`` and ``keep``."""
     if at is not None:
         wait(at)
-        _keep_if_possible(values)
+        keep(*values)
 
 
 def _is_on_device(value: Any) -> bool:
@@ -304,21 +292,17 @@ def arguments_of(body: Any) -> list[Any]:
     return values
 
 
-def _devices() -> Sequence[int]:
+@_safe(_NO_DEVICES)
+def devices() -> Sequence[int]:
+    """Returns the numbers of the GPUs that have a context in this process."""
     return cuda.devices()
 
 
-devices = _safe(_devices, ())
-"""Returns the numbers of the GPUs that have a context in this process."""
-
-
-def _finish() -> None:
+@_safe(None)
+def finish() -> None:
+    """Blocks until the work of this thread's current streams is done."""
     for device in cuda.devices():
         cuda.synchronize(cuda.current_stream(device))
-
-
-finish = _safe(_finish, None)
-"""Blocks until the work of this thread's current streams is done."""
 
 
 def allow_leaves_of_other_streams() -> None:

@@ -45,6 +45,7 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
+from time import monotonic
 from typing import Any
 from weakref import ref
 
@@ -110,14 +111,7 @@ class FairQueue:
 
     def append(self, task: Task, sender: int = OWN, size_bytes: int = 0) -> None:
         """Appends a task of a sender, regardless of the limits."""
-        with self._lock:
-            waiting = self._queues.get(sender)
-            if waiting is None:
-                waiting = self._add(sender)
-            waiting.tasks.append((task, size_bytes))
-            waiting.size_bytes += size_bytes
-            if len(waiting.tasks) == 1:
-                self.ready.append(sender)
+        self.offer(task, sender, size_bytes, is_bounded=False)
 
     def _add(self, sender: int) -> _SenderQueue:
         # Each life of a worker is a separate sender, and the empty queues of past lives would
@@ -130,7 +124,7 @@ class FairQueue:
         added = self._queues[sender] = _SenderQueue()
         return added
 
-    def offer(self, task: Task, sender: int, size_bytes: int) -> bool:
+    def offer(self, task: Task, sender: int, size_bytes: int, *, is_bounded: bool = True) -> bool:
         """Appends a task of a sender; returns False if that would exceed the limits.
 
         A sender without waiting tasks may add a task of any size.
@@ -139,7 +133,8 @@ class FairQueue:
             waiting = self._queues.get(sender) or self._add(sender)
             tasks = waiting.tasks
             size_bytes_after = waiting.size_bytes + size_bytes
-            if tasks and (len(tasks) >= self._limit or size_bytes_after > self._limit_bytes):
+            is_full = len(tasks) >= self._limit or size_bytes_after > self._limit_bytes
+            if tasks and is_bounded and is_full:
                 return False
             tasks.append((task, size_bytes))
             waiting.size_bytes = size_bytes_after
@@ -194,7 +189,8 @@ class Reactor:
         self.tasks = tasks
         self.urgent: deque[Task] = deque()
         self._name = name
-        self._limit = limit
+        self.limit = limit
+        """Number of tasks that run at a time; tasks that wait for other workers do not count."""
         self._extra = 0
         self._epoll = select.epoll()
         self.epoll_fd = self._epoll.fileno()
@@ -202,26 +198,27 @@ class Reactor:
         self._handlers: dict[int, Callable[[], None]] = {}
         self._arms: dict[int, Callable[[], object]] = {}
         """What arms a descriptor, where that is not ``epoll`` alone."""
-        self.unarmed: dict[int, int] = {}
-        """Descriptors that were left unarmed, for their handlers or the timer thread. Whoever takes
-        one out must arm it."""
+        self.unarmed: dict[int, float] = {}
+        """Descriptors that were left unarmed, for their handlers or the timer thread, and when.
+        Whoever takes one out must arm it."""
         self._is_arming = False
         """Whether ``arm_if_left`` is due."""
-        self._was_unarmed: dict[int, int] = {}
-        self._unarmed_count = self._last_count = 0
+        self._left_s = 0.0
+        """When the latest descriptor was left unarmed."""
         self._lock = threading.RLock()
         self._threads: set[threading.Thread] = set()
         self._started = 0
         self._waiting = 0
-        self._running = 0
+        self.running = 0
+        """Number of tasks that run now, without tasks that wait for other workers."""
         self._running_urgent = 0
         self._idling = 0
-        self._completed = 0
+        self.activity = 0
+        """A number that changes whenever a task ends."""
         self._completed_at_last_look = -1
         self._stalled_looks = 0
         self._is_watched = False
         self._lacks_thread = False
-        self._looks_for_thread = 0
         self.on_queued: Callable[[], None] = lambda: None
         """Called when tasks begin to wait; must have ``help_if_stalled`` called soon."""
         self.on_unarmed: Callable[[], None] = lambda: None
@@ -236,7 +233,8 @@ class Reactor:
         """Called after each task with the result of ``before_task``. Neither may raise."""
         self.notes: dict[int, ref[Waiting]] = {}
         """What threads wait for, by thread."""
-        self._is_closing = False
+        self.is_closing = False
+        """Whether ``close`` has begun."""
         self._local = threading.local()
         # Edge-triggered and never read: each write wakes one waiting thread.
         self.wake_fd = os.eventfd(0)
@@ -248,30 +246,10 @@ class Reactor:
         self._spawn()
 
     @property
-    def is_closing(self) -> bool:
-        """Whether ``close`` has begun."""
-        return self._is_closing
-
-    @property
-    def activity(self) -> int:
-        """A number that changes whenever a task ends."""
-        return self._completed
-
-    @property
     def busy(self) -> int:
         """Number of tasks that run or wait to run."""
-        running = self._running + self._running_urgent - self._idling
+        running = self.running + self._running_urgent - self._idling
         return running + len(self.tasks) + len(self.urgent)
-
-    @property
-    def limit(self) -> int:
-        """Number of tasks that run at a time; tasks that wait for other workers do not count."""
-        return self._limit
-
-    @property
-    def running(self) -> int:
-        """Number of tasks that run now, without tasks that wait for other workers."""
-        return self._running
 
     @contextlib.contextmanager
     def idling(self) -> Iterator[None]:
@@ -343,8 +321,7 @@ class Reactor:
 
     def leave_unarmed(self, fd: int) -> None:
         """Leaves the arming of ``fd`` to its handler, which is called again after the tasks."""
-        self._unarmed_count += 1
-        self.unarmed[fd] = self._unarmed_count
+        self._left_s = self.unarmed[fd] = monotonic()
         if not self._is_arming:  # Last: ``arm_if_left`` sees the entry, or this sees its end.
             self._is_arming = True
             self.on_unarmed()
@@ -361,20 +338,19 @@ class Reactor:
         for fd in self.unarmed.copy():
             self.arm(fd)
 
-    def arm_if_left(self) -> bool:
-        """Arms descriptors already unarmed at the last look; returns whether to look again.
+    def arm_if_left(self, before_s: float) -> bool:
+        """Arms the descriptors that were left unarmed before a time; returns whether to look again.
 
         Returns True for as long as calls arrive: waking the timer thread for each would cost more.
         """
         self._is_arming = False  # First: what is left from now on may not be seen below.
         if self.held:
             self.on_pause()
-        for fd, count in self._was_unarmed.items():
-            if self.unarmed.get(fd) == count:  # Otherwise it was taken and left again since.
+        for fd, left_s in self.unarmed.copy().items():
+            # If it differs, it was taken and left again since.
+            if left_s <= before_s and self.unarmed.get(fd) == left_s:
                 self.arm(fd)
-        last_count, self._last_count = self._last_count, self._unarmed_count
-        self._was_unarmed = self.unarmed.copy()
-        looks_again = bool(self._was_unarmed) or last_count != self._last_count
+        looks_again = self._left_s > before_s
         if looks_again:
             self._is_arming = True
         return looks_again
@@ -420,7 +396,7 @@ class Reactor:
         if self.unarmed or self.held:
             self.arm_all()
         with self._lock:
-            self._running -= 1
+            self.running -= 1
         if self.tasks.ready:
             self.wake()
         return True
@@ -428,7 +404,7 @@ class Reactor:
     def end_wait(self) -> None:
         """Counts this thread again. For a moment there may be more than the limit."""
         with self._lock:
-            self._running += 1
+            self.running += 1
 
     def begin_read(self) -> bool:
         """Lets this thread, which handles an event, wait for one descriptor alone.
@@ -459,23 +435,21 @@ class Reactor:
             Whether to look again, because tasks wait or a thread is lacking.
         """
         if self._lacks_thread:
-            self._looks_for_thread += 1
-            if self._looks_for_thread % _LOOKS_UNTIL_STUCK == 0:
-                self._spawn_if_possible()
+            self._spawn_if_possible()
         if not self.tasks.ready and not self.urgent:
             self._completed_at_last_look = -1
             self._stalled_looks = self._extra = 0
             self._is_watched = self._lacks_thread
             return self._lacks_thread
-        if self._completed == self._completed_at_last_look:
+        if self.activity == self._completed_at_last_look:
             self._stalled_looks += 1
             is_stuck = self._stalled_looks % _LOOKS_UNTIL_STUCK == 0
-            if is_stuck and self._running >= self._limit + self._extra and self._extra < open_calls:
+            if is_stuck and self.running >= self.limit + self._extra and self._extra < open_calls:
                 self._extra += 1
             self.wake()
         else:
             self._stalled_looks = 0
-        self._completed_at_last_look = self._completed
+        self._completed_at_last_look = self.activity
         return True
 
     def _watch_queue(self) -> None:
@@ -487,7 +461,7 @@ class Reactor:
 
     def _spawn(self) -> None:
         with self._lock:
-            if self._is_closing:
+            if self.is_closing:
                 return  # ``close`` would not join it.
             name = f"{self._name}-{self._started + 1}"
             thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -514,7 +488,7 @@ class Reactor:
 
     def _serve(self) -> None:
         is_needed = True
-        while is_needed and not self._is_closing:
+        while is_needed and not self.is_closing:
             for fd, _ in self._epoll.poll(LONGEST_WAIT_S, 1):
                 is_needed = self._handle(fd)
                 # Also if other threads have taken the tasks.
@@ -543,8 +517,8 @@ class Reactor:
             with self._lock:
                 if is_urgent:
                     self._running_urgent += 1
-                elif self._running < self._limit + self._extra:
-                    self._running += 1
+                elif self.running < self.limit + self._extra:
+                    self.running += 1
                 else:
                     break
                 self._waiting -= 1
@@ -559,7 +533,7 @@ class Reactor:
                 if is_urgent:
                     self._running_urgent -= 1
                 else:
-                    self._running -= 1
+                    self.running -= 1
                 if self._waiting > _SPARE_THREADS and not (self.tasks.ready or self.urgent):
                     return False
                 self._waiting += 1
@@ -603,15 +577,15 @@ class Reactor:
                 self.after_task(begun)
             if tuple(map(call, READERS)) != UNTOUCHED:
                 tidy()
-            self._completed += 1
+            self.activity += 1
             # These names must not keep objects alive after the task: remote references count.
             del function, first, second
-            if self._running > self._limit + self._extra:
+            if self.running > self.limit + self._extra:
                 return  # Other tasks came back from a wait; this thread makes room.
 
     def abandon(self) -> None:
         """Frees the descriptors in a forked process; takes no lock, and runs no waiting task."""
-        self._is_closing = True
+        self.is_closing = True
         self.urgent.clear()
         self.held.clear()
         self._epoll.close()
@@ -624,7 +598,7 @@ class Reactor:
 
         These run user code that does not return. They are daemons and end with the process.
         """
-        self._is_closing = True
+        self.is_closing = True
         os.eventfd_write(self._close_fd, 1)
         me = threading.current_thread()
         with self._lock:

@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torchweft import knobs
@@ -197,10 +197,9 @@ def notice_s() -> float:
     return knobs.WAIT_NOTICE_S.get() or math.inf
 
 
-def names_of(workers: Iterable[str]) -> str:
-    """Returns the names of workers for a message."""
-    names = [repr(name) for name in workers]
-    return f"worker{'s' if len(names) > 1 else ''} {', '.join(names)}"
+def names_of(workers: Collection[str]) -> str:
+    """Returns the names of workers for a message, the first few of them."""
+    return f"worker{'s' if len(workers) > 1 else ''} {first_names(workers)}"
 
 
 def first_names(workers: Iterable[str]) -> str:

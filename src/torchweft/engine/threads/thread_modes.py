@@ -55,16 +55,7 @@ UNTOUCHED = (*_EXPECTED.values(), None, *_AUTOCAST_DTYPES.values())
 """What ``READERS`` return on a thread without modes: ``tuple(map(call, READERS))`` takes 0.4 us."""
 
 
-def _has_autocast(kind: str) -> bool:
-    try:
-        torch.is_autocast_enabled(kind)
-    except RuntimeError:  # This version of torch does not know it.
-        return False
-    return True
-
-
-_KINDS = "cpu cuda xpu mps hpu mtia xla ipu privateuseone"
-_AUTOCAST_KINDS = tuple(kind for kind in _KINDS.split() if _has_autocast(kind))
+_AUTOCAST_KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu", "privateuseone")
 _for_good: list[Any] = []
 """Guards that end inference mode on a thread where the code that began it never will."""
 
@@ -263,8 +254,9 @@ def _end_autocast() -> int:
     _set_autocast(True, _AUTOCAST_DTYPES)
     if _native._is_any_autocast_enabled():
         for kind in _AUTOCAST_KINDS:
-            if torch.is_autocast_enabled(kind):
-                torch.set_autocast_enabled(kind, False)
+            with contextlib.suppress(RuntimeError):  # This version of torch does not know it.
+                if torch.is_autocast_enabled(kind):
+                    torch.set_autocast_enabled(kind, False)
     depth: int = torch.autocast_increment_nesting() - 1
     while torch.autocast_decrement_nesting() > 0:
         pass

@@ -22,8 +22,6 @@ Job = Callable[[float], float]
 """Does what is due at a time; returns the time of its next call, infinity for never."""
 
 _LONGEST_SLEEP_S = 1.0
-_MEND_S = 0.9
-"""A little less than the longest sleep of the timers."""
 
 
 class Timer:
@@ -127,51 +125,30 @@ def _called(job: Job, now_s: float) -> float:
         return now_s + 1.0
 
 
-class ReactorChecks:
-    """Timer jobs for a reactor, and the callbacks by which the reactor requests them.
+def look_after(
+    reactor: Reactor, timers: Timers, open_calls: Callable[[], int], mend: Callable[[], None]
+) -> None:
+    """Adds the timer jobs of a reactor, and sets the callbacks by which the reactor asks for them.
 
     Args:
-        reactor: The reactor, whose callbacks are set here.
+        reactor: The reactor.
         timers: The timers that call the jobs.
         open_calls: Returns how many answers this worker waits for.
-        mend: Continues what an interrupt of the main thread cut short; called about once a second.
+        mend: Continues what an interrupt of the main thread cut short; called once a second.
     """
+    stall_s, rearm_s = knobs.STALL_S.get(), knobs.REARM_S.get()
 
-    def __init__(
-        self,
-        reactor: Reactor,
-        timers: Timers,
-        open_calls: Callable[[], int],
-        mend: Callable[[], None],
-    ) -> None:
-        self._reactor = reactor
-        self._stall_timer = timers.add(self.help_stalled)
-        self._arm_timer = timers.add(self.arm_left)
-        self._open_calls = open_calls
-        self._mend = mend
-        self._stall_s = knobs.STALL_S.get()
-        self._rearm_s = knobs.REARM_S.get()
-        self._next_mending_s = 0.0
-        reactor.on_queued = self._look_soon
-        reactor.on_unarmed = self.arm_soon
+    def help_stalled(now_s: float) -> float:
+        return now_s + stall_s if reactor.help_if_stalled(open_calls()) else math.inf
 
-    def help_stalled(self, now_s: float) -> float:
-        """Wakes another thread if the queue of tasks makes no progress; a job."""
-        is_queued = self._reactor.help_if_stalled(self._open_calls())
-        return now_s + self._stall_s if is_queued else math.inf
+    def arm_left(now_s: float) -> float:
+        return now_s + rearm_s if reactor.arm_if_left(now_s - rearm_s) else math.inf
 
-    def arm_left(self, now_s: float) -> float:
-        """Arms connections that were left unarmed for too long; a job."""
-        if now_s >= self._next_mending_s:
-            self._next_mending_s = now_s + _MEND_S
-            self._mend()
-        return now_s + self._rearm_s if self._reactor.arm_if_left() else math.inf
+    def mend_all(now_s: float) -> float:
+        mend()
+        return math.inf
 
-    def _look_soon(self) -> None:
-        self._stall_timer.wake_by(time.monotonic() + self._stall_s)
-
-    def arm_soon(self) -> None:
-        """Has ``arm_left`` called in time; usually it is already due in time."""
-        due_s = time.monotonic() + self._rearm_s
-        if due_s < self._arm_timer.next_s:
-            self._arm_timer.wake_by(due_s)
+    stalls, arms = timers.add(help_stalled), timers.add(arm_left)
+    timers.add(mend_all)
+    reactor.on_queued = lambda: stalls.wake_by(time.monotonic() + stall_s)
+    reactor.on_unarmed = lambda: arms.wake_by(time.monotonic() + rearm_s)

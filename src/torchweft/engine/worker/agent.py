@@ -40,7 +40,7 @@ from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import ServedStreams
 from torchweft.engine.threads.reactor import OWN, FairQueue, Reactor
 from torchweft.engine.threads.reports import Events
-from torchweft.engine.threads.timers import ReactorChecks, Timers
+from torchweft.engine.threads.timers import Timers, look_after
 from torchweft.engine.wire.frames import Buffer, Frame, encode_frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.calls import Cancelling, OpenCalls, PendingCall, Waiter
@@ -161,8 +161,10 @@ class Agent:
         self.events = Events()
         self.lifetime = Lifetime(self.info.name)
         self._watchers: list[PeerCallback] = []
-        self._when_lost: PeerCallback = self.tell_watchers
-        self._when_disconnected: PeerCallback = lambda peer: None
+        self.when_lost: PeerCallback = self.tell_watchers
+        """Run as a task when a worker is lost: tells the parts and, last of all, the watchers."""
+        self.when_disconnected: PeerCallback = lambda peer: None
+        """Run as a task when a connection ends while the group is leaving."""
         self._listeners = listeners
         self._lock = threading.RLock()
         self._switches = ShortSwitches()
@@ -185,7 +187,7 @@ class Agent:
         if patience is None:
             patience = Patience(knobs.DETECTION_S.get(), knobs.RECONNECT_S.get())
         self.links = Links(self.reactor, self.timers, self.receiver, self.pool, patience, self.lose)
-        ReactorChecks(self.reactor, self.timers, self.calls.__len__, self.links.mend)
+        look_after(self.reactor, self.timers, self.calls.__len__, self.links.mend)
         self.channels = Channels(self._home(patience))
         self._connector = Connector(
             self.me.registration,
@@ -261,23 +263,8 @@ class Agent:
         """Has ``answer`` make the answers to questions of observers; None to refuse them."""
         self._acceptor.answer = answer
 
-    def start(
-        self,
-        *,
-        when_lost: PeerCallback | None = None,
-        when_disconnected: PeerCallback | None = None,
-    ) -> None:
-        """Starts to accept connections; all handlers must be registered by now.
-
-        Args:
-            when_lost: Run as a task when a worker is lost: tells the parts and, last of all, the
-                watchers. The default tells the watchers only.
-            when_disconnected: Run as a task when a connection ends while the group is leaving.
-        """
-        if when_lost is not None:
-            self._when_lost = when_lost
-        if when_disconnected is not None:
-            self._when_disconnected = when_disconnected
+    def start(self) -> None:
+        """Starts to accept connections; all handlers must be registered by now."""
         self.timers.start()
         for listener in self._listeners:
             listener.setblocking(False)
@@ -436,13 +423,13 @@ class Agent:
         # Last: otherwise the end of the connection would be recorded as the cause.
         self._end_link(peer)
         if own.is_leaving and not own.is_closed:
-            self._submit(self._when_disconnected, peer)
+            self._submit(self.when_disconnected, peer)
         if not is_news:
             return
         self.events.note("worker %r is lost: %s", peer.name, cause)
         self.members.lose(peer)
         self.calls.fail_of_worker(peer)
-        self._submit(self._when_lost, peer)
+        self._submit(self.when_lost, peer)
 
     def leave_behind(self, peer: Peer, cause: str) -> None:
         """Marks a worker lost while leaving: no part is told, no message of it is awaited."""

@@ -416,10 +416,10 @@ class OpenCalls:
         call = self._client.answered(worker, frame)
         if call is None:
             return False
-        if call.on_done is not None:
+        if call.on_done is None:
+            call.finish()
+        else:
             self._reactor.urgent.append((_run_on_done, call, None))
-            return True
-        call.finish()
         return True
 
     def fail_of_worker(self, peer: Peer) -> None:

@@ -78,8 +78,6 @@ class SpinLimit:
         self._cores = os.cpu_count() or 1
         self._is_decided = any(variable in os.environ for variable in _DECIDED_BY_USER)
         self._looks = 0
-        self._lock = threading.Lock()
-        self._is_closed = False
         self._team: _Team | None = None
 
     def tick(self, now_s: float) -> float:
@@ -90,27 +88,28 @@ class SpinLimit:
         self._looks = self._looks + 1 if is_busy is (self._team is None) else 0
         if self._looks >= (_BUSY_LOOKS if self._team is None else _QUIET_LOOKS):
             self._looks = 0
-            self._turn()
+            if self._team is None:
+                self._begin()
+            else:
+                self._end()
         return now_s + _LOOK_S
 
-    def _turn(self) -> None:
-        with self._lock:
-            if self._team is not None:
-                self._team.end()
-                self._team = None
-            elif not self._is_closed and torch.get_num_threads() > 1:
-                library = _loaded_library()
-                self._is_decided = library is None
-                if library is not None:
-                    self._team = _Team(self._name, library)
+    def _begin(self) -> None:
+        if torch.get_num_threads() > 1:
+            library = _loaded_library()
+            self._is_decided = library is None
+            if library is not None:
+                self._team = _Team(self._name, library)
+
+    def _end(self) -> None:
+        team, self._team = self._team, None
+        if team is not None:
+            team.end()
 
     def close(self) -> None:
-        """Ends the team."""
-        with self._lock:
-            self._is_closed = True
-            if self._team is not None:
-                self._team.end()
-                self._team = None
+        """Ends the team for good. Call it once the timers have ended: they may begin one."""
+        self._is_decided = True
+        self._end()
 
 
 class _Team:

@@ -14,7 +14,7 @@ from _thread import get_ident
 from collections.abc import Callable
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchweft.engine.io.link import POLL_S, SEND_PATIENCE_S, Link, LinkClosed
 from torchweft.engine.protocol import entitlement
@@ -36,14 +36,7 @@ Check = Callable[[Peer, Frame], None]
 CallHandler = Callable[[Peer, Any], None]
 TakeReply = Callable[[int, Frame], bool]
 # Looking up a member of an enumeration takes longer than comparing it.
-_REPLY = int(Kind.REPLY)
-
-
-class _Route(NamedTuple):
-    handler: Handler | CallHandler
-    is_inline: bool
-    take_up: type[ServedCall] | None = None
-    check: Check | None = None
+_REPLY, _CALL = int(Kind.REPLY), int(Kind.CALL)
 
 
 class Receiver:
@@ -59,8 +52,10 @@ class Receiver:
         self._me = me
         self._reactor = reactor
         self._lose = lose
-        self._routes: dict[int, _Route] = {}
+        self._routes: dict[int, tuple[Handler, bool, Check | None]] = {}
         self._take_reply: TakeReply = lambda worker, frame: False
+        self._take_up: type[ServedCall] | None = None
+        self._serve: CallHandler = _ignore
         self._refuse: CallHandler = _ignore
         self.discard: Handler = _ignore
         """Called with replies that no call waits for any more; a layer above may replace it."""
@@ -81,7 +76,7 @@ class Receiver:
         assert rule.has_records == (check is not None), f"the rule of {kind!r} says otherwise"
         if rule.check is not None:
             check = partial(_check, rule.check, self._me)
-        self._routes[kind] = _Route(handler, inline, None, check)
+        self._routes[kind] = handler, inline, check
 
     def on_calls(self, handler: CallHandler, refuse: CallHandler, call: type[ServedCall]) -> None:
         """Registers the handlers for calls of other workers.
@@ -91,8 +86,7 @@ class Receiver:
             refuse: Called instead if too many calls of the peer wait already.
             call: The type of the object that is made of a call as soon as it is read.
         """
-        self._routes[Kind.CALL] = _Route(handler, False, call)
-        self._refuse = refuse
+        self._serve, self._refuse, self._take_up = handler, refuse, call
 
     def on_replies(self, take: TakeReply) -> None:
         """Registers ``take`` for replies; it returns whether a call waits for the reply.
@@ -112,20 +106,20 @@ class Receiver:
             if not self._take_reply(peer.id, frame):
                 self._reactor.urgent.append((self.discard, peer, frame))
             return
+        if frame.kind == _CALL and self._take_up is not None:
+            call = self._take_up(peer, frame, monotonic())
+            size_bytes = sum(map(len, frame.buffers), len(frame.control))
+            if not self._reactor.tasks.offer((self._serve, peer, call), peer.id, size_bytes):
+                self._reactor.urgent.append((self._refuse, peer, call))
+            return
         route = self._routes.get(frame.kind)
         if route is None:
             raise ProtocolError(f"message kind {frame.kind} is unknown")
-        handler, is_inline, take_up, check = route
+        handler, is_inline, check = route
         if check is not None:
             check(peer, frame)
         if not is_inline:
-            if take_up is None:
-                self._reactor.tasks.append((handler, peer, frame), peer.id)
-                return
-            call = take_up(peer, frame, monotonic())
-            size_bytes = sum(map(len, frame.buffers), len(frame.control))
-            if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_bytes):
-                self._reactor.urgent.append((self._refuse, peer, call))
+            self._reactor.tasks.append((handler, peer, frame), peer.id)
             return
         try:
             handler(peer, frame)
@@ -133,16 +127,6 @@ class Receiver:
             raise
         except BaseException:
             log_exception("a message of worker %r could not be handled", peer.name)
-
-    def check(self, peer: Peer, frame: Frame) -> None:
-        """Checks that a worker is entitled to a message that ``dispatch`` does not get.
-
-        Raises:
-            ProtocolError: It is not.
-        """
-        check = self._routes[frame.kind].check
-        if check is not None:
-            check(peer, frame)
 
     def deliver(self, peer: Peer, frame: Frame) -> None:
         """Handles a frame from this worker to itself, which touches no socket."""

@@ -77,8 +77,10 @@ class OwnedValue:
         """Whether it is a value or an error by now."""
         return self._callbacks is None
 
-    def resolve(self, value: Any, error: BaseException | None = None) -> None:
-        """Makes it a value or an error, once, and runs the waiting callbacks."""
+    def resolve(
+        self, value: Any, error: BaseException | None = None, *, runs_callbacks: bool = True
+    ) -> None:
+        """Makes it a value or an error, once, and runs the waiting callbacks unless told not to."""
         with self._lock:
             callbacks = self._callbacks
             if callbacks is None:
@@ -88,17 +90,9 @@ class OwnedValue:
             self.value, self.error = value, error
             self._callbacks = None  # Last: readers that find it ready take no lock.
         self._ready.set()
-        for callback in callbacks:
-            callback(self)
-
-    def give_up(self, error: BaseException) -> None:
-        """Makes it an error for threads that block in ``wait``; runs no callbacks."""
-        with self._lock:
-            if self._callbacks is None:
-                return
-            self.error = error
-            self._callbacks = None
-        self._ready.set()
+        if runs_callbacks:
+            for callback in callbacks:
+                callback(self)
 
     def when_ready(self, callback: Callable[[OwnedValue], None]) -> None:
         """Calls ``callback`` with this object, now or as soon as it is ready."""
@@ -228,9 +222,7 @@ class ReferenceKeeper:
 
     def not_created(self, reference: ReferenceId) -> None:
         """Takes back ``creating``: the call could not be sent."""
-        with self._lock:
-            self._machine.not_created(reference)
-        self._settle()
+        self._feed(self._machine.not_created, reference)
 
     def note_site(self, reference: ReferenceId, site: tuple[CodeType, int, str]) -> None:
         """Records where a reference was made, by code and line, and what made it."""
@@ -255,21 +247,14 @@ class ReferenceKeeper:
 
     def undeliverable(self, handed: HandedReference, to: Peer) -> None:
         """Takes back ``hand_on``: the message could not be sent."""
-        with self._lock:
-            self._machine.undeliverable(handed.reference, handed.token, to.id)
-        self._settle()
+        self._feed(self._machine.undeliverable, *handed, to.id)
 
     def received(self, handed: HandedReference, sender: Peer) -> bool:
         """Records a reference that came in a message; returns whether it counts as a handle."""
         owner = handed.reference.owner
         if owner not in self.agent.peers:
             self.peer_lost(self.agent.members.departed(owner))
-        with self._lock:
-            is_counted = self._machine.received(handed.reference, handed.token, sender.id)
-            if is_counted:
-                self._handles[handed.reference] += 1
-        self._settle()
-        return is_counted
+        return self._counted(handed.reference, self._machine.received, *handed, sender.id)
 
     def came_home(self, reference: ReferenceId) -> bool:
         """Records a reference to an own value in a call whose caller keeps its own handle.
@@ -277,18 +262,11 @@ class ReferenceKeeper:
         Returns:
             Whether the reference counts as a handle.
         """
-        with self._lock:
-            is_counted = self._machine.came_home(reference)
-            if is_counted:
-                self._handles[reference] += 1
-        self._settle()
-        return is_counted
+        return self._counted(reference, self._machine.came_home, reference)
 
     def refused(self, handed: HandedReference, sender: Peer) -> None:
         """Records a reference in a message that will not be read."""
-        with self._lock:
-            self._machine.refused(handed.reference, handed.token, sender.id)
-        self._settle()
+        self._feed(self._machine.refused, *handed, sender.id)
 
     def is_owned(self, reference: ReferenceId) -> bool:
         """Whether this worker owns a value that is still referred to."""
@@ -313,7 +291,7 @@ class ReferenceKeeper:
         with self._lock:
             waiting = [owned for owned in self._values.values() if not owned.is_ready]
         for owned in waiting:
-            owned.give_up(gone)
+            owned.resolve(None, gone, runs_callbacks=False)
 
     def begin_settling(self) -> None:
         """Drops all handles; references that are left once settled are leaks."""
@@ -396,6 +374,21 @@ class ReferenceKeeper:
     @property
     def _me(self) -> int:
         return self.agent.me.id
+
+    def _feed(self, event: Callable[..., object], *values: Any) -> None:
+        """Feeds an event to the machine and carries out its actions."""
+        with self._lock:
+            event(*values)
+        self._settle()
+
+    def _counted(self, reference: ReferenceId, event: Callable[..., bool], *values: Any) -> bool:
+        """Feeds the arrival of a reference; returns whether it counts as a handle."""
+        with self._lock:
+            is_counted = event(*values)
+            if is_counted:
+                self._handles[reference] += 1
+        self._settle()
+        return is_counted
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
         messages = decode(frame.control)

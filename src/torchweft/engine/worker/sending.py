@@ -119,20 +119,9 @@ class Sender:
 
         Raises nothing if the peer is lost: threads that wait for the peer are told otherwise.
         """
-        link = peer.link
-        if peer.lost is not None or self._lifetime.is_closed:
-            return
-        if isinstance(message, Frame):
-            self._receiver.deliver(peer, message)
-            return
-        if link is None or peer.unsent:
+        if peer.lost is None and not self._lifetime.is_closed:
             with contextlib.suppress(WorkerLost, NotInitialized):
                 self.send(peer, message, may_block=False)
-            return
-        try:
-            link.send(message, may_block=False)
-        except LinkClosed as error:
-            self._lose(peer, str(error))
 
     def post_ints(self, peer: Peer, kind: Kind, *values: int, tail: bytes = b"") -> None:
         """Sends a small control message of integers, and bytes, without ever blocking."""
@@ -168,19 +157,24 @@ class Sender:
         """Connects and sends the kept messages, unless another thread does; until none is left."""
         while peer.unsent and peer.first_contact.acquire(blocking=False):
             try:
-                self._open_and_send(peer)
+                with self._reactor.idling():
+                    while not self._connect(peer):
+                        if not self._drop(peer, peer.unsent.take_unwanted, None):
+                            break
+                if peer.link is not None:
+                    self._send_all(peer)
+            except (WorkerLost, NotInitialized) as error:
+                self._drop(peer, peer.unsent.take_all, error)
             finally:
                 peer.first_contact.release()
 
-    def _open_and_send(self, peer: Peer) -> None:
-        try:
-            with self._reactor.idling():
-                while not self._connect(peer):
-                    if not self._drop_unwanted(peer):
-                        return
-            self._send_all(peer)
-        except (WorkerLost, NotInitialized) as error:
-            self._drop_all(peer, error)
+    def _drop(self, peer: Peer, take: Callable[[], list[Unsent]], error: Exception | None) -> bool:
+        """Drops the messages that ``take`` returns; returns whether any are left."""
+        with peer.state_lock:
+            dropped, is_left = take(), bool(peer.unsent)
+        for unsent in dropped:
+            unsent.drop(error)
+        return is_left
 
     def connect_soon(self, peer: Peer) -> None:
         """Has a thread connect to a peer without a message to send; never blocks."""
@@ -199,25 +193,20 @@ class Sender:
         return True
 
     def _send_all(self, peer: Peer) -> None:
-        while True:
+        while peer.unsent:
             unsent = peer.unsent[0]
-            if unsent.is_wanted():
-                self._send(peer, unsent)
+            try:
+                message = unsent.make() if unsent.is_wanted() else None
+                error = None
+            except Exception as failure:
+                message, error = None, failure
+            if message is None:
+                unsent.drop(error)
             else:
-                unsent.drop(None)
+                self.write(peer, message)
             # Remove it last: later messages must not overtake it.
             with peer.state_lock:
                 peer.unsent.popleft()
-                if not peer.unsent:
-                    return
-
-    def _send(self, peer: Peer, unsent: Unsent) -> None:
-        try:
-            message = unsent.make()
-        except Exception as error:
-            unsent.drop(error)
-            return
-        self.write(peer, message)
 
     def write(self, peer: Peer, message: Outgoing, *, may_block: bool = True) -> None:
         """Writes a message to a connected peer, before all kept messages."""
@@ -229,20 +218,6 @@ class Sender:
             cause = str(error)
         self._lose(peer, cause)
         raise self._lifetime.error_of(peer)  # Here, so that it does not show the other error.
-
-    def _drop_unwanted(self, peer: Peer) -> bool:
-        """Drops messages that are no longer wanted; returns whether any are left."""
-        with peer.state_lock:
-            unwanted, is_left = peer.unsent.take_unwanted(), bool(peer.unsent)
-        for unsent in unwanted:
-            unsent.drop(None)
-        return is_left
-
-    def _drop_all(self, peer: Peer, error: Exception) -> None:
-        with peer.state_lock:
-            dropped = peer.unsent.take_all()
-        for unsent in dropped:
-            unsent.drop(error)
 
     # Small answers
 

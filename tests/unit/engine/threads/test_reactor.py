@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -419,10 +420,10 @@ def test_nothing_is_written_to_a_descriptor_that_another_file_has_got_since() ->
 
 
 def test_a_descriptor_that_is_left_unarmed_during_a_look_is_seen_by_another_look() -> None:
-    class Unarmed(dict[int, int]):
+    class Unarmed(dict[int, float]):
         """Lets a descriptor be left unarmed as soon as the look has taken its copy."""
 
-        def copy(self) -> dict[int, int]:
+        def copy(self) -> dict[int, float]:
             found = super().copy()
             if not self:
                 reactor.leave_unarmed(1)
@@ -433,12 +434,12 @@ def test_a_descriptor_that_is_left_unarmed_during_a_look_is_seen_by_another_look
     reactor.on_unarmed = lambda: looks.append("asked")
     reactor.unarmed = Unarmed()
     try:
-        assert not reactor.arm_if_left()
+        assert reactor.arm_if_left(time.monotonic())
         assert looks == ["asked"]
-        assert reactor.arm_if_left()  # It is the first look that sees the descriptor.
         reactor.leave_unarmed(1)
         assert looks == ["asked"]  # The look that is due sees it, too.
-        reactor.forget(1)
+        assert not reactor.arm_if_left(time.monotonic())
+        assert 1 not in reactor.unarmed
     finally:
         assert reactor.close(LIMIT_S) == []
 

@@ -58,7 +58,8 @@ class Member:
             self.session(other)._socket.shutdown(socket.SHUT_RDWR)
 
     def start(self) -> None:
-        self.agent.start(when_lost=self._peer_lost)
+        self.agent.when_lost = self._peer_lost
+        self.agent.start()
 
     def _peer_lost(self, peer: Peer) -> None:
         self.tensor_messages.peer_lost(peer)

@@ -73,13 +73,13 @@ def test_who_blocks_for_a_value_is_let_go_and_nobody_is_called_back() -> None:
     owned, told = OwnedValue(), []
     owned.when_ready(told.append)
     error = ValueError("the worker leaves")
-    owned.give_up(error)
+    owned.resolve(None, error, runs_callbacks=False)
     assert owned.wait(0.0)
     owned.resolve(1)
     assert (owned.value, owned.error, told) == (None, error, [])
     made = OwnedValue()
     made.resolve(1)
-    made.give_up(error)
+    made.resolve(None, error, runs_callbacks=False)
     assert (made.value, made.error) == (1, None)
 
 
