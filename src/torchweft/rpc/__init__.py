@@ -3,6 +3,7 @@
 The names and their meaning are those of ``torch.distributed.rpc``.
 """
 
+import importlib
 from typing import Any
 
 from torchweft.arguments import did_you_mean
@@ -94,40 +95,20 @@ __all__ = [
 PyRRef = RRef
 """The class that PyTorch's ``remote`` returns; Weft has one class of references."""
 
-# Names of ``torch.distributed.rpc`` that this module lacks, and what to use instead.
-
-_INSTEAD = {
-    "_all_gather": "use torchweft.rpc.all_gather",
-    "_barrier": "use torchweft.rpc.barrier",
-    "_delete_all_user_and_unforked_owner_rrefs": "shutdown() drops all references",
-    "_get_current_rpc_agent": "torchweft.rpc.get_worker_info and health tell of this worker",
-    "_is_current_rpc_agent_set": "get_worker_info raises NotInitialized where there is no worker",
-    "_set_rpc_timeout": "pass rpc_timeout to RpcBackendOptions, or timeout to the call",
-    "_wait_all": "use torch.futures.wait_all",
-    "_wait_all_workers": "use torchweft.rpc.barrier",
-}
-
-_OF_PYTORCH = frozenset(
-    """
-    AllGatherStates BackendValue RpcAgent TensorPipeAgent api backend_registered backend_registry
-    construct_rpc_backend_options enable_gil_profiling init_backend internal register_backend
-    rref_proxy server_process_global_profiler
-    """.split()
-)
-"""Internal names, and names of the back-end registry, that only ``torchweft.compat`` has."""
-
 
 def __getattr__(name: str) -> Any:
     text = f"module 'torchweft.rpc' has no attribute {name!r}"
-    if name in _INSTEAD:
-        text += f"; {_INSTEAD[name]}"
-    elif name in _OF_PYTORCH:
+    if name in functions.__all__:
+        text += f"; use torchweft.rpc.functions.{name}"
+    elif not name.startswith("_") and hasattr(importlib.import_module(_DROP_IN), name):
         text += (
             ", which torch.distributed.rpc has; a program that needs it runs unchanged under "
             "python -m torchweft.compat"
         )
-    elif name in functions.__all__:
-        text += f"; use torchweft.rpc.functions.{name}"
     else:
         text += did_you_mean(name, __all__)
     raise AttributeError(text)
+
+
+_DROP_IN = "torchweft.compat.rpc"
+"""Has all names of ``torch.distributed.rpc``; of a layer above, and imported where it is needed."""

@@ -48,33 +48,29 @@ class CoroutineRunner:
         coroutine: Coroutine[Any, Any, Any],
         context_id: int,
         on_done: OnDone,
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], None]:
         """Runs ``coroutine`` in an autograd context; ``on_done`` gets its result or its error.
 
         Returns:
-            A function that cancels the coroutine, from any thread, without blocking. None if the
-            worker is shutting down and the coroutine was not started.
+            A function that cancels the coroutine, from any thread, without blocking.
 
         Raises:
+            CallRefused: The worker is shutting down.
             RuntimeError: The system cannot start a thread now.
         """
         try:
             with self._lock:  # A coroutine scheduled before ``close`` is at least cancelled.
                 loop = self._started()
-                if loop is not None:
-                    running = _Running(loop, coroutine, context_id, on_done, self._streams)
-                    loop.call_soon_threadsafe(running.start)
-                    return running.cancel
+                running = _Running(loop, coroutine, context_id, on_done, self._streams)
+                loop.call_soon_threadsafe(running.start)
+                return running.cancel
         except BaseException:
             coroutine.close()
             raise
-        coroutine.close()
-        on_done(None, CallRefused("the worker is shutting down; it starts no coroutine"))
-        return None
 
-    def _started(self) -> asyncio.AbstractEventLoop | None:
+    def _started(self) -> asyncio.AbstractEventLoop:
         if self._is_closed:
-            return None
+            raise CallRefused("the worker is shutting down; it starts no coroutine")
         if self._loop is None:
             loop = asyncio.new_event_loop()
             thread = threading.Thread(

@@ -436,31 +436,17 @@ class Future(OrderedFuture[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[T] = loop.create_future()
+        waiter: asyncio.Future[None] = loop.create_future()
 
-        def pass_on(done: Any) -> None:
-            if waiter.done():
-                return
-            try:
-                waiter.set_result(torch._C.Future.wait(done))
-            except StopIteration as error:
-                # asyncio futures refuse StopIteration; the caller would wait for ever.
-                stopped = RuntimeError(f"the remote function raised {error!r}")
-                stopped.__cause__ = error
-                waiter.set_exception(stopped)
-            except BaseException as error:
-                waiter.set_exception(error)
+        def wake(_: object) -> None:
+            if not waiter.done():
+                waiter.set_result(None)
 
         self._watch()
-        torch._C.Future.add_done_callback(self, _OnLoop(loop, pass_on))
+        torch._C.Future.add_done_callback(self, _OnLoop(loop, wake))
         waiter.add_done_callback(lambda ended: ended.cancelled() and self.cancel())
-        return _in_order(self, waiter) if device_streams.HAS_CUDA else waiter.__await__()
-
-
-def _in_order(future: OrderedFuture[T], waiter: asyncio.Future[T]) -> Generator[Any, None, T]:
-    """Awaits the result, and has the streams of the loop's thread wait for it."""
-    yield from waiter.__await__()
-    return OrderedFuture.wait(future)
+        yield from waiter.__await__()
+        return self.value()
 
 
 def open_calls(futures: Iterable[object]) -> list[PendingCall]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import enum
 import math
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -309,38 +308,24 @@ class BackendOptions:
                 ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check = _CHECKED.get(name)
-        super().__setattr__(name, value if check is None else check(value))
+        super().__setattr__(name, _checked(name, value))
 
 
-def _checked_timeout(seconds: Any) -> float:
-    if not hasattr(type(seconds), "__float__") and not hasattr(type(seconds), "__index__"):
-        raise ArgumentTypeError(
-            f"rpc_timeout is {seconds!r}, a {type(seconds).__name__}; pass a number of seconds"
-        )
-    if not float(seconds) >= 0:
-        raise ConfigurationError(f"RPC Timeout must be non-negative, got {seconds!r}")
-    return float(seconds)
-
-
-def _checked_method(method: str) -> str:
-    check_type(method, str, "init_method", "a str")
-    return method
-
-
-def _checked_threads(count: Any) -> int:
-    number = checked_int("num_worker_threads", count)
-    if number < 1:
-        raise ConfigurationError(f"num_worker_threads must be positive, got {number}")
-    return number
-
-
-_CHECKED: dict[str, Callable[[Any], Any]] = {
-    "rpc_timeout": _checked_timeout,
-    "init_method": _checked_method,
-    "num_worker_threads": _checked_threads,
-}
-"""Returns the value that an option gets, by its name."""
+def _checked(name: str, value: Any) -> Any:
+    """Returns what an option becomes that is set to a value, or raises."""
+    if name == "rpc_timeout":
+        if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
+            raise wrong_type(name, value, "pass a number of seconds")
+        value = float(value)
+        if not value >= 0:
+            raise ConfigurationError(f"RPC Timeout must be non-negative, got {value!r}")
+    elif name == "init_method":
+        check_type(value, str, name, "a str")
+    elif name == "num_worker_threads":
+        value = checked_int(name, value)
+        if value < 1:
+            raise ConfigurationError(f"{name} must be positive, got {value}")
+    return value
 
 
 class TensorPipeRpcBackendOptions(BackendOptions):
@@ -432,28 +417,20 @@ def from_tensorpipe(given: TensorPipeRpcBackendOptions, **others: Any) -> RpcBac
     )
 
 
-_warning_lock = threading.Lock()
-_has_warned = False
-
-
 def warn_of_ignored(options: TensorPipeRpcBackendOptions, stacklevel: int) -> None:
-    """Warns, once per process, of options that have no effect.
+    """Warns of options that have no effect.
 
     Args:
         options: The options.
         stacklevel: Frames from here to the line that called ``init_rpc``.
     """
-    global _has_warned
     ignored = options.ignored()
-    with _warning_lock:
-        if not ignored or _has_warned:
-            return
-        _has_warned = True
-    warnings.warn(
-        f"these options of torch.distributed.rpc have no effect in Weft: {'; '.join(ignored)}",
-        IgnoredOptionWarning,
-        stacklevel=stacklevel + 1,
-    )
+    if ignored:
+        warnings.warn(
+            f"these options of torch.distributed.rpc have no effect in Weft: {'; '.join(ignored)}",
+            IgnoredOptionWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def _to_device(device: DeviceType) -> torch.device:

@@ -13,7 +13,6 @@ ones are inherited. The rules of this file:
 
 from __future__ import annotations
 
-import itertools
 import re
 import zlib
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from torchweft.errors import ConfigurationError
 Variables = Mapping[str, str]
 
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_MASTER_OF_CONTAINERS = ("PET_MASTER_ADDR", "PET_MASTER_PORT")
 _LAST_STEP = 0xFFFFFFF0
 """SLURM's steps from here on are no steps that ``srun`` started: batch, interactive, and so on."""
 
@@ -50,6 +50,8 @@ class Launcher:
         """Whether this launcher has started the process, or one around it."""
         if not all(mark in variables for mark in self.marks):
             return False
+        if self is KUBEFLOW:
+            return variables["PET_NNODES"].isdigit()
         return self is not SRUN or _is_step(variables)
 
 
@@ -89,8 +91,12 @@ SKYPILOT = Launcher(
     "",
     "",
 )
+# One worker in each container; torchrun reads these variables and sets RANK for several.
+KUBEFLOW = Launcher(
+    "Kubeflow", ("PET_NODE_RANK", "PET_NNODES"), "PET_NODE_RANK", "PET_NNODES", "", ""
+)
 PLAIN = Launcher("RANK and WORLD_SIZE", ("RANK",))
-LAUNCHERS = (TORCHRUN, WEFT, OPEN_MPI, PMI, SRUN, SKYPILOT)
+LAUNCHERS = (TORCHRUN, WEFT, OPEN_MPI, PMI, SRUN, SKYPILOT, KUBEFLOW)
 
 
 _CONTAINERS = {"JOBSET_NAME": "JobSet", "PET_NODE_RANK": "PyTorchJob"}
@@ -123,12 +129,9 @@ _LOOPBACK = "127.0.0.1"
 _FIRST_PORT = 17_000
 _PORTS = 15_000
 """Derived ports end below 32,768, where Linux begins to give out ports by itself."""
-MOST_HOSTS = 1 << 16
-"""Hosts of a list beyond which it is refused."""
-
-_HOST = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
-_BRACKET = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGES = r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_HOSTS = re.compile(rf"((?:[^\[\],]|{_RANGES})+)(?:,(?:[^\[\],]|{_RANGES})+)*")
+"""A compact list of SLURM, like ``n[01-03,7]-gpu,login``; its first group has the first host."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +184,15 @@ def _first_host(launcher: Launcher, size: int, variables: Variables) -> Meeting:
         if nodes not in variables or distribution.startswith("arbitrary"):
             missing = f"{nodes} does not tell which node has rank 0; set MASTER_ADDR to it"
             return Meeting(missing=missing)
-        return Meeting(expand(variables[nodes])[0], sources=(nodes,))
+        return Meeting(first_of(variables[nodes]), sources=(nodes,))
     if launcher is SKYPILOT:
         if size == 1:
             return Meeting(_LOOPBACK)
         return Meeting(variables["SKYPILOT_NODE_IPS"].split()[0], sources=("SKYPILOT_NODE_IPS",))
+    if launcher is KUBEFLOW:
+        if not all(name in variables for name in _MASTER_OF_CONTAINERS):
+            return Meeting(missing="set MASTER_ADDR and MASTER_PORT, where rank 0 is reached")
+        return Meeting(variables["PET_MASTER_ADDR"], sources=_MASTER_OF_CONTAINERS[:1])
     local = launcher.local_size
     if size == 1 or variables.get(local) == str(size):
         return Meeting(_LOOPBACK, sources=(local,) if local in variables else ())
@@ -201,6 +208,8 @@ def _derived_port(launcher: Launcher, variables: Variables) -> tuple[int, tuple[
     if launcher is SRUN and "SLURM_JOB_ID" in variables:
         job, step = number(variables, "SLURM_JOB_ID"), number(variables, "SLURM_STEP_ID")
         return _FIRST_PORT + (job * 17 + step) % _PORTS, ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    if launcher is KUBEFLOW and "PET_MASTER_PORT" in variables:
+        return number(variables, "PET_MASTER_PORT"), _MASTER_OF_CONTAINERS[1:]
     if launcher is SKYPILOT:
         names: tuple[str, ...] = ("SKYPILOT_TASK_ID", "SKYPILOT_INTERNAL_JOB_ID")
     else:
@@ -211,50 +220,16 @@ def _derived_port(launcher: Launcher, variables: Variables) -> tuple[int, tuple[
     return 0, ()
 
 
-# Lists of hosts
-
-
-def expand(text: str) -> list[str]:
-    """Returns the hosts of a compact list of SLURM, in its order.
-
-    ``n[01-03,7]-gpu,login`` names five hosts; several brackets in a name multiply.
+def first_of(text: str) -> str:
+    """Returns the first host of a compact list of SLURM: ``n01-gpu`` of ``n[01-03,7]-gpu,login``.
 
     Raises:
-        ConfigurationError: The text is no such list, or names too many hosts.
+        ConfigurationError: The text is no such list.
     """
-    patterns = _HOST.findall(text)
-    if not patterns or ",".join(patterns) != text:
-        raise _malformed(text)
-    hosts: list[str] = []
-    for pattern in patterns:
-        literals, ranges = _BRACKET.split(pattern)[::2], _BRACKET.findall(pattern)
-        choices = [_numbers(each, text) for each in ranges]
-        for chosen in itertools.product(*choices):
-            if len(hosts) == MOST_HOSTS:
-                raise ConfigurationError(f"the list of hosts {text!r} names over {MOST_HOSTS}")
-            hosts.append("".join(map("".join, zip(literals, (*chosen, ""), strict=True))))
-    return hosts
-
-
-def _numbers(ranges: str, text: str) -> list[str]:
-    """Returns the numbers of one bracket, with the leading zeros of each range's start."""
-    numbers: list[str] = []
-    for each in ranges.split(","):
-        found = _RANGE.fullmatch(each)
-        if found is None:
-            raise _malformed(text)
-        first, last = int(found[1]), int(found[2] or found[1])
-        if not 0 <= last - first < MOST_HOSTS:
-            raise _malformed(text)
-        numbers += [f"{number:0{len(found[1])}d}" for number in range(first, last + 1)]
-    return numbers
-
-
-def _malformed(text: str) -> ConfigurationError:
-    return ConfigurationError(f"{text!r} is no list of hosts; one looks like n[01-03,7],login")
-
-
-_BY_HAND = "start the script with 'torchweft run', 'torchrun', 'srun' or 'mpirun'"
+    found = _HOSTS.fullmatch(text)
+    if found is None:
+        raise ConfigurationError(f"{text!r} is no list of hosts; one looks like n[01-03,7],login")
+    return re.sub(_RANGES, r"\1", found[1])
 
 
 @dataclass(frozen=True)
@@ -310,19 +285,18 @@ def find(variables: Variables) -> Placement:
         ConfigurationError: Variables contradict each other, or cannot be read; names them.
     """
     launcher = next((each for each in LAUNCHERS if each.is_present(variables)), None)
-    if launcher is not None and launcher.is_innermost:
-        return _place(launcher, variables)
-    if "RANK" in variables:
-        if launcher is not None and _agrees(launcher, variables):
-            return _place(launcher, variables)
-        _check_container(variables)
+    if launcher is None and "RANK" not in variables:
+        size = number(variables, "WORLD_SIZE") if "WORLD_SIZE" in variables else None
+        return Placement(world_size=size, meeting=Meeting(missing=_hint(variables)))
+    if launcher is None:
         return _place(PLAIN, variables)
-    if launcher is not None:
-        return _place(launcher, variables)
-    if "PET_NODE_RANK" in variables:
-        return _of_container(variables)
-    size = number(variables, "WORLD_SIZE") if "WORLD_SIZE" in variables else None
-    return Placement(world_size=size, meeting=Meeting(missing=_hint(variables)))
+    is_plain = (
+        "RANK" in variables
+        and not launcher.is_innermost
+        # A platform sets both for its containers, and ``name_of`` knows its name.
+        and (not _agrees(launcher, variables) or launcher is KUBEFLOW)
+    )
+    return _place(PLAIN if is_plain else launcher, variables)
 
 
 def _place(launcher: Launcher, variables: Variables) -> Placement:
@@ -331,11 +305,13 @@ def _place(launcher: Launcher, variables: Variables) -> Placement:
         launcher = SRUN
     rank = number(variables, launcher.rank)
     size = number(variables, launcher.size) if launcher.size in variables else None
-    _check_range(launcher.rank, rank, launcher.size, size)
-    _check_addresses(launcher, size, variables)
+    if size is not None and rank >= size:
+        raise ConfigurationError(
+            f"environment variable {launcher.rank} is {rank}, but {launcher.size} is {size}: "
+            f"ranks go from 0 to {size - 1}; correct or unset both"
+        )
     if launcher.rank != "RANK" and "WORLD_SIZE" in variables:
-        _check_size(launcher, size, variables)
-    sources = [launcher.rank, *([launcher.size] if size is not None else [])]
+        _check_size(launcher, variables)
     meeting = Meeting()
     if all(name in variables for name in MASTER):
         # PyTorch reads more variables for this method, such as those of torchrun.
@@ -346,7 +322,7 @@ def _place(launcher: Launcher, variables: Variables) -> Placement:
         number(variables, name) if name in variables else None
         for name in (launcher.local_rank, launcher.local_size)
     )
-    read = (*sources, *meeting.sources)
+    read = (launcher.rank, *([launcher.size] if size is not None else []), *meeting.sources)
     name = name_of(launcher, variables)
     return Placement(name, rank, size, local_rank, local_size, meeting, read)
 
@@ -354,15 +330,6 @@ def _place(launcher: Launcher, variables: Variables) -> Placement:
 def _are_equal(one: Launcher, other: Launcher, variables: Variables) -> bool:
     pairs = ((one.rank, other.rank), (one.size, other.size))
     return all(variables[first] == variables[second] for first, second in pairs)
-
-
-# Contradictions
-
-
-def _differ(name: str, value: object, other: str, theirs: object, fix: str) -> ConfigurationError:
-    """Returns the error for two variables that contradict each other."""
-    text = f"environment variable {name} is {value}, but {other} is {theirs}; {fix}"
-    return ConfigurationError(text)
 
 
 def _agrees(launcher: Launcher, variables: Variables) -> bool:
@@ -380,111 +347,42 @@ def _agrees(launcher: Launcher, variables: Variables) -> bool:
     if is_nested or tasks == 1:
         return False
     if rank != number(variables, launcher.rank):
-        fix = (
-            "unset RANK and WORLD_SIZE (a batch script may export them), or set "
-            f"RANK=${launcher.rank} in each task"
+        raise ConfigurationError(
+            f"environment variable RANK is {rank}, but {launcher.rank} of {launcher.name} is "
+            f"{variables[launcher.rank]}; unset RANK and WORLD_SIZE (a batch script may export "
+            f"them), or set RANK=${launcher.rank} in each task"
         )
-        other = f"{launcher.rank} of {launcher.name}"
-        raise _differ("RANK", rank, other, variables[launcher.rank], fix)
     if size:
-        _check_size(launcher, tasks, variables)
+        _check_size(launcher, variables)
     return True
 
 
-def _check_range(rank_name: str, rank: int, size_name: str, size: int | None) -> None:
-    if size is not None and rank >= size:
-        raise ConfigurationError(
-            f"environment variable {rank_name} is {rank}, but {size_name} is {size}: ranks go from "
-            f"0 to {size - 1}; correct or unset both"
-        )
-
-
-def _check_size(launcher: Launcher, tasks: int | None, variables: Variables) -> None:
-    size = number(variables, "WORLD_SIZE")
+def _check_size(launcher: Launcher, variables: Variables) -> None:
+    size, tasks = number(variables, "WORLD_SIZE"), number(variables, launcher.size)
     if size != tasks:
-        fix = f"unset WORLD_SIZE, or start {size} tasks"
-        raise _differ("WORLD_SIZE", size, f"{launcher.size} of {launcher.name}", tasks, fix)
-
-
-def _check_addresses(launcher: Launcher, size: int | None, variables: Variables) -> None:
-    """Raises ConfigurationError if SkyPilot lists more or fewer addresses than nodes."""
-    if launcher is not SKYPILOT:
-        return
-    addresses = len(variables["SKYPILOT_NODE_IPS"].split())
-    if addresses != size:
         raise ConfigurationError(
-            f"environment variable SKYPILOT_NODE_IPS lists {addresses} addresses, but "
-            f"{launcher.size} is {size}; unset the SKYPILOT_ variables that do not belong to this "
-            "task, or start it with 'torchrun'"
+            f"environment variable WORLD_SIZE is {size}, but {launcher.size} of {launcher.name} is "
+            f"{tasks}; unset WORLD_SIZE, or start {size} tasks"
         )
 
 
-def _check_container(variables: Variables) -> None:
-    """Raises ConfigurationError if a container is to hold several workers, but starts one."""
-    each = variables.get("PET_NPROC_PER_NODE", "")
-    if each.isdigit() and int(each) > 1 and "LOCAL_RANK" not in variables:
-        raise ConfigurationError(
-            f"environment variable PET_NPROC_PER_NODE asks for {each} workers in each container, "
-            "but the script was started once; start it with 'torchrun' and no options, which reads "
-            "the PET_ variables"
-        )
-    for name in MASTER:
-        theirs = f"PET_{name}"
-        if name in variables and variables.get(theirs, variables[name]) != variables[name]:
-            here, there = repr(variables[name]), repr(variables[theirs])
-            raise _differ(name, here, theirs, there, "unset one of them")
-    if "LOCAL_RANK" not in variables:
-        _check_pair("RANK", "PET_NODE_RANK", variables)
-        _check_pair("WORLD_SIZE", "PET_NNODES", variables)
-
-
-def _check_pair(ours: str, theirs: str, variables: Variables) -> None:
-    """Raises ConfigurationError if a container's number differs from that of its system."""
-    if ours not in variables or not variables.get(theirs, "").isdigit():  # PET_NNODES may be 1:4
-        return
-    if number(variables, ours) != number(variables, theirs):
-        fix = f"unset {ours}, which this system sets for each container"
-        raise _differ(ours, variables[ours], theirs, variables[theirs], fix)
-
-
-def _of_container(variables: Variables) -> Placement:
-    """Returns the place of a container of Kubeflow Trainer, whose variables are for torchrun."""
-    _check_container(variables)
-    sources = ["PET_NODE_RANK", "PET_NNODES"]
-    nodes = variables.get("PET_NNODES", "1")
-    least, _, most = nodes.partition(":")
-    if most not in ("", least):
-        raise ConfigurationError(
-            f"environment variable PET_NNODES is {nodes!r}, a number that may change; start the "
-            "script with 'torchrun' and no options, which reads the PET_ variables"
-        )
-    size = number({"PET_NNODES": least}, "PET_NNODES")
-    rank = number(variables, "PET_NODE_RANK")
-    _check_range("PET_NODE_RANK", rank, "PET_NNODES", size)
-    read = [f"PET_{name}" if f"PET_{name}" in variables else name for name in MASTER]
-    host, port = (variables.get(name, "") for name in read)
-    meeting = Meeting(host, port, tuple(read))
-    if not (host and port):
-        meeting = Meeting(missing=f"set {' and '.join(read)}, where rank 0 is reached")
-    return Placement("Kubeflow", rank, size, 0, 1, meeting, (*sources, *meeting.sources))
+_HINTS = {
+    "SLURM_JOB_ID": "start the script with srun, as srun did not start this process of SLURM job "
+    "{}: write 'srun python SCRIPT'",
+    "PMIX_RANK": "set RANK=$PMIX_RANK and WORLD_SIZE in each process: PMIx has a rank for it, but "
+    "no variable with the number of processes",
+    "PET_NNODES": "start the script with 'torchrun' and no options, which reads the PET_ "
+    "variables: PET_NNODES is {}, a number that may change",
+    "JOB_COMPLETION_INDEX": "set RANK=$JOB_COMPLETION_INDEX, WORLD_SIZE, MASTER_ADDR and "
+    "MASTER_PORT in each pod: an indexed Job of Kubernetes tells a pod neither their number nor "
+    "where to meet; 'torchweft manifest' writes a JobSet that does",
+}
+"""Why there is no rank although a launcher is near, by a variable of that launcher."""
 
 
 def _hint(variables: Variables) -> str:
-    """Returns why there is no rank although a launcher is near; or general advice."""
-    if "SLURM_JOB_ID" in variables:
-        return (
-            f"start the script with srun, as srun did not start this process of SLURM job "
-            f"{variables['SLURM_JOB_ID']}: write 'srun python SCRIPT'"
-        )
-    if "PMIX_RANK" in variables:
-        return (
-            "set RANK=$PMIX_RANK and WORLD_SIZE in each process: PMIx has a rank for it, but no "
-            "variable with the number of processes"
-        )
-    if "JOB_COMPLETION_INDEX" in variables:
-        return (
-            "set RANK=$JOB_COMPLETION_INDEX, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each pod: "
-            "an indexed Job of Kubernetes tells a pod neither their number nor where to meet; "
-            "'torchweft manifest' writes a JobSet that does"
-        )
-    return _BY_HAND
+    """Returns why there is no rank, and how to give it."""
+    for name, hint in _HINTS.items():
+        if name in variables:
+            return hint.format(variables[name])
+    return "start the script with 'torchweft run', 'torchrun', 'srun' or 'mpirun'"

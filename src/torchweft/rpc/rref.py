@@ -200,11 +200,6 @@ class RRef(Handle, Generic[T]):
     def __deepcopy__(self, memo: object) -> RRef[T]:
         return self
 
-    def __dir__(self) -> list[str]:
-        return [
-            name for name in super().__dir__() if not name.startswith("_") and name not in _FOR_WEFT
-        ]
-
     def __repr__(self) -> str:
         number = f"{self.id.creator}.{self.id.number}"
         try:
@@ -215,11 +210,6 @@ class RRef(Handle, Generic[T]):
 
 _FINDS_TENSORS = getattr(getattr(torch._jit_internal, "_extract_tensors", None), "__code__", None)
 """The code of the function by which PyTorch pickles the result of a future, to find tensors."""
-
-_FOR_WEFT = frozenset(
-    "agent check_travels end_event from_created from_received id value_type".split()
-)
-"""Public for other modules of Weft; programs do not need them."""
 
 
 class Proxy:

@@ -159,8 +159,8 @@ def test_nothing_starts_after_the_end(outcomes: Outcomes) -> None:
     async def function() -> None:
         raise AssertionError("it runs")
 
-    runner.run(function(), 0, outcomes)
-    assert isinstance(outcomes.next().error, CallRefused)
+    with pytest.raises(CallRefused):
+        runner.run(function(), 0, outcomes)
 
 
 def test_a_coroutine_that_blocks_the_thread_does_not_block_the_end(
@@ -191,7 +191,6 @@ def test_a_coroutine_is_cancelled_where_it_waits(
         await asyncio.get_running_loop().create_future()
 
     cancel = runner.run(function(), 0, outcomes)
-    assert cancel is not None
     assert has_begun.wait(LIMIT_S)
     cancel()
     cancel()
@@ -214,7 +213,6 @@ def test_a_coroutine_that_is_cancelled_before_it_begins_never_does(
     runner.run(block_the_loop(), 0, outcomes)
     assert is_blocked.wait(LIMIT_S)
     cancel = runner.run(function(), 0, outcomes)
-    assert cancel is not None
     cancel()
     may_go_on.set()
     assert outcomes.next() == Outcome(None, None)
@@ -229,7 +227,6 @@ def test_cancelling_after_the_end_does_nothing(outcomes: Outcomes) -> None:
         return 1
 
     cancel = runner.run(function(), 0, outcomes)
-    assert cancel is not None
     assert outcomes.next() == Outcome(1, None)
     cancel()
     runner.close(LIMIT_S)

@@ -20,7 +20,6 @@ from torchweft import knobs, rpc
 from torchweft.engine.protocol.registration import Devices
 from torchweft.engine.worker.current import current, is_set
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.rpc import options as options_module
 from torchweft.rpc.options import (
     BackendOptions,
     IgnoredOptionWarning,
@@ -228,7 +227,7 @@ def test_an_index_that_is_negative(
         return made(f"cuda:{given}" if type(given) is int else given)
 
     made = torch.device
-    monkeypatch.setattr(options_module.torch, "device", device)
+    monkeypatch.setattr(torch, "device", device)
     with pytest.raises(RuntimeError, match="Device index must not be negative") as caught:
         TensorPipeRpcBackendOptions().set_device_map("a", device_map)
     assert isinstance(caught.value, ConfigurationError)
@@ -238,7 +237,7 @@ MAPS: Any = {"a": {"cuda:0": CUDA[1], torch.device("cpu"): "cuda:2"}, "b": {"cpu
 
 
 def test_device_settings_are_texts_and_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options_module.torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     names = {"a": {"cuda:0": "cuda:1", "cpu": "cuda:2"}, "b": {"cpu": "cpu"}}
     options = RpcBackendOptions(device_maps=MAPS, devices=[CUDA[2], "cuda:0"])
     options.check()
@@ -278,17 +277,10 @@ def test_devices_that_cannot_be_meant(fields: dict[str, Any], message: str) -> N
 # Options without effect
 
 
-@pytest.fixture
-def _unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options_module, "_has_warned", False)
-
-
-@pytest.mark.usefixtures("_unwarned")
-def test_what_has_no_effect_is_said_once() -> None:
+def test_what_has_no_effect_is_said() -> None:
     made = TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_ignored(made, stacklevel=1)
         warn_of_ignored(made, stacklevel=1)
     (warning,) = caught
     assert warning.category is IgnoredOptionWarning
@@ -296,7 +288,6 @@ def test_what_has_no_effect_is_said_once() -> None:
         assert name in str(warning.message)
 
 
-@pytest.mark.usefixtures("_unwarned")
 @pytest.mark.parametrize(
     "made",
     [
@@ -318,11 +309,9 @@ def test_the_warning_names_the_line_that_joins() -> None:
     def joining() -> None:
         warn_of_ignored(TensorPipeRpcBackendOptions(_channels=["basic"]), stacklevel=2)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(options_module, "_has_warned", False)
-        with pytest.warns(IgnoredOptionWarning) as caught:
-            joining()
-    line = inspect.getsourcelines(test_the_warning_names_the_line_that_joins)[1] + 7
+    with pytest.warns(IgnoredOptionWarning) as caught:
+        joining()
+    line = inspect.getsourcelines(test_the_warning_names_the_line_that_joins)[1] + 5
     assert (caught[0].filename, caught[0].lineno) == (__file__, line)
 
 
