@@ -494,24 +494,13 @@ def roots_of(
         ArgumentTypeError: An item of ``tensors`` or ``gradients`` is not a tensor.
         AutogradError: A tensor cannot be backpropagated from, or a gradient does not fit.
     """
-    try:
-        checked = tuple(tensors)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"incompatible function arguments: the {what}s must be a list of tensors, "
-            f"not {kind_of(tensors)}; for one loss pass [loss]"
-        ) from error
+    checked = tuple(_listed(tensors, f"the {what}s"))
     if not checked:
         raise AutogradError(
             f"No tensors provided for gradient computation; backward needs at least one {what}"
         )
-    try:
-        given = [None] * len(checked) if gradients is None else list(gradients)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"the gradients for {what}s are a {type(gradients).__name__}; pass a list of tensors, "
-            f"one for each {what}, or a tensor where there is one {what}"
-        ) from error
+    is_given = gradients is not None
+    given = _listed(gradients, f"the gradients for {what}s") if is_given else [None] * len(checked)
     if len(given) != len(checked):
         raise AutogradError(
             f"there are {len(given)} gradients for {len(checked)} {what}s; give one for each, "
@@ -521,16 +510,30 @@ def roots_of(
     return Roots(tuple(map(get_gradient_edge, checked)), found, checked)
 
 
-def _gradient_at(place: int, tensor: Tensor, gradient: Tensor | None, what: str) -> Tensor:
+def _listed(given: Any, name: str) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"incompatible function arguments: {name} must be a list of tensors, not "
+            f"{kind_of(given)}; for one tensor pass [tensor]"
+        ) from error
+
+
+def _check_differentiable(tensor: object, name: str) -> None:
     if not isinstance(tensor, Tensor):
         raise ArgumentTypeError(
-            f"incompatible function arguments: {what} {place} is {kind_of(tensor)}, not a tensor"
+            f"incompatible function arguments: {name} is {kind_of(tensor)}, not a tensor"
         )
     if not tensor.requires_grad:
         raise AutogradError(
-            f"{what} {place} does not require grad (requires_grad not set on it); was it made "
+            f"{name} does not require grad (requires_grad not set on it); was it made "
             "under torch.no_grad(), or of tensors that do not require grad?"
         )
+
+
+def _gradient_at(place: int, tensor: Tensor, gradient: Tensor | None, what: str) -> Tensor:
+    _check_differentiable(tensor, f"{what} {place}")
     if gradient is None:
         if tensor.numel() != 1:
             raise AutogradError(
@@ -716,24 +719,13 @@ def checked_inputs(inputs: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """
     if isinstance(inputs, Tensor):
         inputs = [inputs]
-    try:
-        checked = list(inputs)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"inputs is a {type(inputs).__name__}; pass a tensor or a list of tensors"
-        ) from error
+    checked = _listed(inputs, "the inputs")
     if not checked:
         raise AutogradError(
             "'inputs' argument cannot be empty: pass the tensors whose gradients you want"
         )
     for place, tensor in enumerate(checked):
-        if not isinstance(tensor, Tensor):
-            raise ArgumentTypeError(f"inputs[{place}] is a {type(tensor).__name__}, not a tensor")
-        if not tensor.requires_grad:
-            raise AutogradError(
-                f"One of the differentiated Tensors does not require grad: inputs[{place}], of "
-                f"shape {tuple(tensor.shape)}; call requires_grad_() on it before it is used"
-            )
+        _check_differentiable(tensor, f"inputs[{place}]")
     return checked
 
 

@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,6 @@ class LocalPass:
     _roots: Roots | None = None
     _is_settled = False
     _averaging: data_parallel.Averaging | None = None
-    _node_of_leaf: Mapping[int, Node] | None = None
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class LocalPass:
         self._gradients = context.gradients if gradients is None else gradients
         sink: Sink = add_to_grad if mode.into_grad else self._gradients.add_all
         if hooks.has_node_hooks:
-            sink = hooks.with_leaf_hooks(sink, self._nodes_of_leaves, mode.create_graph)
+            sink = hooks.with_leaf_hooks(sink, mode.create_graph)
         if input_gradients is not None:
             self._ends = input_gradients.ends
             self._passed, self._cuts = input_gradients.passed, input_gradients.cuts
@@ -222,7 +222,6 @@ class LocalPass:
         if isinstance(self._ends, Ends):
             for reached in ended:
                 self._ends.forget(reached.receives)
-        self._node_of_leaf = None
 
     def _has_ended(self, reached: Reached) -> bool:
         numbers = [send.message_id for send in reached.sends]
@@ -340,7 +339,7 @@ class LocalPass:
     def _answer(self, answers: Iterable[Answer]) -> None:
         for receive, gradients in answers:
             if self._answers_all:
-                gradients = with_zeros(gradients, receive.metas)
+                gradients = with_zeros(gradients, receive.nodes)
             self._progress.answered.append(receive.message_id)
             self._outgoing.append((receive.from_worker, receive.message_id, gradients))
 
@@ -386,7 +385,7 @@ class LocalPass:
         if self._averaging is not None:
             self._averaging.close()
             self._averaging = None
-        self._reached_of, self._node_of_leaf = {}, None
+        self._reached_of = {}
         self._alone, self._due = {}, []
         self._component_of, self._touched, self._unfinished = {}, {}, {}
         self._roots = self._graph = None
@@ -488,15 +487,6 @@ class LocalPass:
             leaves.update({node: leaf for node, leaf in hidden.items() if node not in own})
         return reached._replace(leaves=leaves, passed=self._passed)
 
-    def _nodes_of_leaves(self) -> Mapping[int, Node]:
-        """Returns the nodes that accumulate the gradients of reached leaves, by the leaf's id."""
-        nodes = self._node_of_leaf
-        if nodes is None:
-            reached = (self._reached_of or {}).values()
-            nodes = {id(leaf): node for each in reached for node, leaf in each.leaves.items()}
-            self._node_of_leaf = nodes
-        return nodes
-
     def _placed(self, message_id: int, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
         """Checks gradients, and moves them to the devices of the sent tensors."""
         record = self._context.send(message_id)
@@ -551,11 +541,14 @@ def enable_zeros(enabled: bool = True) -> None:
     _sends_zeros = enabled
 
 
-def with_zeros(gradients: list[Gradient], metas: tuple[TensorMeta, ...]) -> list[Gradient]:
-    """Returns the gradients of a message with zeros for missing gradients."""
+def with_zeros(gradients: list[Gradient], nodes: Iterable[Any]) -> list[Gradient]:
+    """Returns the gradients of a message with zeros for those that its placeholders lack."""
     return [
-        torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
-        if gradient is None or gradient is UNDEFINED
-        else gradient
-        for gradient, meta in zip(gradients, metas, strict=True)
+        gradient if isinstance(gradient, Tensor) else _zeros_at(node)
+        for gradient, node in zip(gradients, nodes, strict=True)
     ]
+
+
+def _zeros_at(node: Any) -> Tensor:
+    meta = node._input_metadata[0]
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)

@@ -29,9 +29,7 @@ from torchweft.autograd.contexts import (
     PLACEHOLDER,
     ReceiveRecord,
     SentMessages,
-    TensorMeta,
     make_placeholders,
-    metas_of,
 )
 from torchweft.engine.wire.messages import NO_GRAD
 from torchweft.errors import AutogradError
@@ -46,11 +44,11 @@ _NEITHER = (None, 0)
 class _Message:
     """A received message. Only the nodes of its tensors keep it alive."""
 
-    __slots__ = ("__weakref__", "from_worker", "is_back", "message_id", "metas", "records")
+    __slots__ = ("__weakref__", "count", "from_worker", "is_back", "message_id", "records")
 
     message_id: int
     from_worker: int
-    metas: tuple[TensorMeta, ...]
+    count: int
     records: OutsideRecords
     is_back: bool
 
@@ -97,7 +95,6 @@ class OutsideRecords(SentMessages):
         self,
         message_id: int,
         from_worker: int,
-        tensors: Sequence[Tensor],
         nodes: Sequence[Node],
         is_back: bool = False,
     ) -> None:
@@ -106,11 +103,10 @@ class OutsideRecords(SentMessages):
         Args:
             message_id: The number that ``record_send`` returned at the sender.
             from_worker: The sender.
-            tensors: The placeholder tensors of the message.
-            nodes: Their nodes.
+            nodes: The placeholders of its tensors.
             is_back: Whether the tensors were placed as those of an answer.
         """
-        message = _Message(message_id, from_worker, metas_of(tensors), self, is_back)
+        message = _Message(message_id, from_worker, len(nodes), self, is_back)
         # In steps of C: the caller gives the message back if it is interrupted before the last.
         end = _End(message, self.ended.append)
         end.place, end.is_back = (from_worker, message_id), is_back
@@ -209,8 +205,7 @@ class Ends(dict[Node, Any]):
             record = self._records[message.message_id] = ReceiveRecord(
                 message.message_id,
                 message.from_worker,
-                [None] * len(message.metas),  # type: ignore[list-item]
-                message.metas,
+                [None] * message.count,  # type: ignore[list-item]
                 is_back=message.is_back,
                 is_outside=True,
             )
@@ -295,7 +290,7 @@ class Arrivals:
             tensors = [values[place] for place in computed]
             nodes, placeholders = make_placeholders(tensors)
             if message_id:
-                self._records.place_received(message_id, worker, placeholders, nodes, is_back)
+                self._records.place_received(message_id, worker, nodes, is_back)
             for node in nodes:
                 node.register_prehook(functools.partial(_refuse, sender, bool(message_id)))
             for place, tensor, placeholder in zip(computed, tensors, placeholders, strict=True):

@@ -24,7 +24,7 @@ from torchweft.autograd.outside import Ends, OutsideRecords
 
 def received(records: OutsideRecords, message_id: int, *tensors: Tensor) -> list[Tensor]:
     nodes, placeholders = make_placeholders(list(tensors))
-    records.place_received(message_id, 1, placeholders, nodes)
+    records.place_received(message_id, 1, nodes)
     return placeholders
 
 
@@ -48,7 +48,7 @@ class Outside(Cluster):
         message_id = self.outside[source].record_send(computed, destination)
         places = [place for place, each in enumerate(tensors) if each.requires_grad]
         nodes, placeholders = make_placeholders([values[place] for place in places])
-        self.outside[destination].place_received(message_id, source, placeholders, nodes)
+        self.outside[destination].place_received(message_id, source, nodes)
         for place, placeholder in zip(places, placeholders, strict=True):
             values[place] = placeholder
         return values
