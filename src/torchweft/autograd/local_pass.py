@@ -70,7 +70,7 @@ class LocalPass:
         mode: How the pass is run.
         gradients: Receives the gradients of leaves; by default the context's table does.
         input_gradients: Captures gradients at places on this worker, if it leads the pass.
-        outside: This worker's records outside of contexts.
+        outside: This worker's records outside of contexts; by default there are none.
 
     Attributes:
         context_id: The autograd context of the pass.
@@ -102,10 +102,10 @@ class LocalPass:
     ) -> None:
         self._context = context
         self.context_id = context.id
-        self._outside = outside
+        self._outside = outside = outside or OutsideRecords(context.worker)
         self._mode = mode
         self._ends: Mapping[Node, End] = context.receive_of
-        if outside is not None and outside.received and input_gradients is None:
+        if outside.received and input_gradients is None:
             self._ends = Ends(outside, context.receive_of, context.add_known_worker)
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
         self._gradients = context.gradients if gradients is None else gradients
@@ -228,9 +228,8 @@ class LocalPass:
         component = self._component_of.get(numbers[0])
         if component is not None and component.has_more_to_run:
             return False
-        return self._outside is not None and not any(
-            number == ROOTS or self._outside.send(number) or self._context.send(number)
-            for number in numbers
+        return not any(
+            number == ROOTS or self._outside.find(number, self._context) for number in numbers
         )
 
     def settle(self) -> None:
@@ -455,7 +454,7 @@ class LocalPass:
         graph = self._graph = SentGraph(self._ends)
         for send in sends[self._skipped :]:
             graph.add(send)
-        if self._outside is not None and not self._mode.for_inputs:
+        if not self._mode.for_inputs:
             for send in self._outside.sends():
                 graph.add(send)
         if self._roots is not None:
@@ -489,9 +488,7 @@ class LocalPass:
 
     def _placed(self, message_id: int, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
         """Checks gradients, and moves them to the devices of the sent tensors."""
-        record = self._context.send(message_id)
-        if record is None and self._outside is not None:
-            record = self._outside.send(message_id)
+        record = self._outside.find(message_id, self._context)
         if record is None:
             raise AutogradError(f"autograd context {self._context.id} ended in a backward pass")
         metas = record.metas

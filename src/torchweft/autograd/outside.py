@@ -27,7 +27,9 @@ from torch.nn import Parameter
 
 from torchweft.autograd.contexts import (
     PLACEHOLDER,
+    Context,
     ReceiveRecord,
+    SendRecord,
     SentMessages,
     make_placeholders,
 )
@@ -84,6 +86,11 @@ class OutsideRecords(SentMessages):
         """By the number of a received message, what notices its end, and what tells of that."""
         self.on_ended: Callable[[], None] | None = None
         """Called, perhaps by a finalizer, when ``take_ended`` has new messages to return."""
+
+    def find(self, message_id: int, context: Context | None) -> SendRecord | None:
+        """Returns the record of a message that was sent in a context, or outside of contexts."""
+        record = None if context is None else context.send(message_id)
+        return self.send(message_id) if record is None else record
 
     def take_back(self, message_id: int) -> None:
         """Drops the record of a message that could not be sent."""

@@ -105,11 +105,12 @@ def test_the_module_made_last_has_the_first_turn() -> None:
         averaging.add_all([(module.module.weight, torch.ones(1, 2))], ())
     assert held_back(averaging, 1) == []
     assert not averaging.is_due
-    assert held_back(averaging, 2, 3) == [3]
+    assert held_back(averaging, 2, 3) == []
     assert averaging.is_due
     assert context.get_gradients() == {}
-    assert averaging.run().executed == [1, 2]
+    assert averaging.run().executed == [1, 2, 3]
     assert not averaging.is_due
+    assert held_back(averaging, 4) == [4]
     gradients = context.get_gradients()
     assert [gradients[module.module.weight].tolist() for module in (first, second)] == [
         [[1, 1]]
