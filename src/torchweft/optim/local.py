@@ -36,7 +36,7 @@ from torchweft.engine.threads.device_streams import Guard, new_guard
 from torchweft.engine.worker.agent import Slot
 from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim.states import Options, Reference, StateDict
+from torchweft.optim.states import Options, Reference, StateDict, copied_to
 from torchweft.rpc import RRef
 from torchweft.rpc.current_call import (
     check_called,
@@ -145,39 +145,30 @@ _MARKED_STEP = _marked_step()
 
 def load_exactly(optimizer: Optimizer, state_dict: StateDict) -> None:
     """Loads a ``state_dict`` into an optimizer of this process; tensors keep their types."""
-    optimizer.load_state_dict(state_dict)
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return  # It knows the form of its state itself.
-    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-    weights = (weight for group in optimizer.param_groups for weight in group["params"])
-    for number, weight in zip(numbers, weights, strict=True):
-        saved = state_dict["state"].get(number)
-        if isinstance(saved, Mapping) and weight in optimizer.state:
-            loaded = optimizer.state[weight]
-            for key, value in saved.items():
-                if key in loaded and key != "step":  # Fused steps need the type that torch gives.
-                    loaded[key] = _in_its_type(value, loaded[key])
+        optimizer.load_state_dict(state_dict)  # It knows the form of its state itself.
+        return
+    given: list[StateDict] = []
 
+    def keep_types(_: Optimizer) -> None:
+        (state,) = given
+        numbers = (number for group in state["param_groups"] for number in group["params"])
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        for number, weight in zip(numbers, weights, strict=True):
+            saved = state["state"].get(number)
+            if isinstance(saved, Mapping):
+                kept = {key: copied_to(each, weight.device) for key, each in saved.items()}
+                kept.pop("step", None)  # Fused steps need the type that torch gives.
+                optimizer.state[weight].update(kept)
 
-def _in_its_type(saved: Any, loaded: Any) -> Any:
-    """Returns a loaded value as it was saved, on its present device."""
-    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        if saved.dtype == loaded.dtype or saved.shape != loaded.shape:
-            return loaded
-        is_converted = torch.equal(
-            saved.to(loaded.device, loaded.dtype).nan_to_num(), loaded.nan_to_num()
-        )
-        return saved.detach().to(loaded.device, copy=True) if is_converted else loaded
-    if isinstance(saved, str):  # torch takes it for a list of characters.
-        return saved
-    if isinstance(saved, dict) and isinstance(loaded, dict):
-        return {
-            key: _in_its_type(saved[key], each) if key in saved else each
-            for key, each in loaded.items()
-        }
-    if type(saved) in (list, tuple) and type(loaded) is type(saved) and len(saved) == len(loaded):
-        return type(saved)(map(_in_its_type, saved, loaded))
-    return loaded
+    # Between the hooks of the program that change what is loaded, and those that see the result.
+    first = optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
+    last = optimizer.register_load_state_dict_post_hook(keep_types, prepend=True)
+    try:
+        optimizer.load_state_dict(state_dict)
+    finally:
+        first.remove()
+        last.remove()
 
 
 # The optimizer

@@ -440,18 +440,19 @@ def placed(optimizer: Optimizer, weight: Tensor, state: Mapping[Any, Any]) -> di
     )
     stays = not (group.get("fused") or group.get("capturable"))
     return {
-        key: _copied(value, None if key == "step" and stays else weight.device)
+        key: copied_to(value, None if key == "step" and stays else weight.device)
         for key, value in state.items()
     }
 
 
-def _copied(value: Any, device: torch.device | None) -> Any:
+def copied_to(value: Any, device: torch.device | None) -> Any:
+    """Returns a copy of a value of a state, its tensors on ``device``; None: where they are."""
     if isinstance(value, Tensor):
         return value.detach().to(device or value.device, copy=True)
     if isinstance(value, dict):
-        return {key: _copied(each, device) for key, each in value.items()}
+        return {key: copied_to(each, device) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied(each, device) for each in value)
+        return type(value)(copied_to(each, device) for each in value)
     return value
 
 
