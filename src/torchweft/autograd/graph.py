@@ -66,6 +66,9 @@ class Stop(NamedTuple):
 End = ReceiveRecord | Stop
 """Describes a node at which a walk ends."""
 
+EndOf = Callable[[Node], End | None]
+"""Returns the end of walks at a node, if they end there."""
+
 Leaf = Tensor | Stop
 
 
@@ -86,11 +89,11 @@ class SentGraph:
     """The graph behind the sends; each node is visited once.
 
     Args:
-        ends: Where walks end, by node; may grow during a walk.
+        end_of: Where walks end.
     """
 
-    def __init__(self, ends: Mapping[Node, End]) -> None:
-        self._ends = ends
+    def __init__(self, end_of: EndOf) -> None:
+        self._end_of = end_of
         # By node, the send from which it was visited. No node counts as visited, from no send.
         self._visitor: dict[Node | None, int] = {None: _NO_SEND}
         self._reached_of: dict[int, Reached] = {}
@@ -108,7 +111,7 @@ class SentGraph:
         leaves: dict[Node, Leaf] = {}
         receives: dict[Node, ReceiveRecord] = {}
         reached = self._reached_of[number] = Reached([send], leaves, receives)
-        visitor, ends = self._visitor, self._ends
+        visitor, end_of = self._visitor, self._end_of
         stack: list[Iterable[Any]] = [send.edges]
         while stack:
             for edge in stack.pop():
@@ -123,9 +126,9 @@ class SentGraph:
                     variable = getattr(node, "variable", None)
                     if variable is not None and variable.requires_grad:  # Not frozen since.
                         leaves[node] = variable
-                elif node not in ends:
+                elif (end := end_of(node)) is None:
                     stack.append(nexts)
-                elif type(end := ends[node]) is Stop:
+                elif type(end) is Stop:
                     leaves[node] = end
                 else:
                     receives[node] = end
@@ -212,27 +215,25 @@ def walk(
             stack.extend(nexts(node))
 
 
-def walk_here(
-    edges: Iterable[GradientEdge], visited: set[Node], ends: Container[Node]
-) -> Iterator[Node]:
-    """Yields the nodes that ``edges`` lead to, up to ``ends``, except nodes in ``visited``."""
+def walk_here(edges: Iterable[GradientEdge], visited: set[Node], end_of: EndOf) -> Iterator[Node]:
+    """Yields the nodes that ``edges`` lead to, up to the ends, except nodes in ``visited``."""
     return walk(
         [edge.node for edge in edges],
         visited,
-        lambda node: () if node in ends else next_nodes(node),
+        lambda node: next_nodes(node) if end_of(node) is None else (),
     )
 
 
-def writes_to_views(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> bool:
+def writes_to_views(edges: Iterable[GradientEdge], end_of: EndOf) -> bool:
     """Returns whether ``edges`` reach an in-place operation on a view."""
-    return any(type(node).__name__ == "CopySlices" for node in walk_here(edges, set(), ends))
+    return any(type(node).__name__ == "CopySlices" for node in walk_here(edges, set(), end_of))
 
 
 def receives_behind(
-    edges: Iterable[GradientEdge], ends: Mapping[Node, End], visited: set[Node]
+    edges: Iterable[GradientEdge], end_of: EndOf, visited: set[Node]
 ) -> dict[Node, ReceiveRecord]:
     """Returns the placeholders that ``edges`` lead to through nodes not yet in ``visited``."""
-    found = [(node, ends.get(node)) for node in walk_here(edges, visited, ends)]
+    found = [(node, end_of(node)) for node in walk_here(edges, visited, end_of)]
     return {node: end for node, end in found if type(end) is ReceiveRecord}
 
 
@@ -397,7 +398,7 @@ def run(
 def run_alone(
     reached: Reached,
     gradients: Sequence[Gradient],
-    ends: Mapping[Node, End],
+    end_of: EndOf,
     sink: Sink,
     mode: PassMode,
 ) -> Collection[Answer] | None:
@@ -409,7 +410,7 @@ def run_alone(
     Args:
         reached: The send, and the leaves and receives that it reaches.
         gradients: The gradients of the send.
-        ends: Where the graph ends, by node.
+        end_of: Where the graph ends.
         sink: Takes the gradients of leaves.
         mode: How the pass is run.
 
@@ -437,7 +438,7 @@ def run_alone(
     captured = run(reached, edges, given, mode, sink)
     if not receives:
         return ()
-    used = receives if is_whole else receives_behind(edges, ends, set())
+    used = receives if is_whole else receives_behind(edges, end_of, set())
     return answers_of(receives, captured, mode.create_graph, used)
 
 
@@ -596,7 +597,7 @@ class InputGradients:
         # A sum may be captured in parts; a hook must see the whole.
         hooked = {place_of(tensor)[0] for tensor in inputs if tensor._backward_hooks}
         stops = {node: Stop(node, node in hooked) for node, _ in self._places}
-        self.first_send = _first_to(stops, sends, receive_of) if for_inputs else 0
+        self.first_send = _first_to(stops, sends, receive_of.get) if for_inputs else 0
         self._nexts = _nexts_across(receive_of, sends, self.first_send)
         through = self._with_others_behind(stops)
         self.passed = [place for place in dict.fromkeys(self._places) if place[0] in through]
@@ -687,11 +688,11 @@ def _nexts_across(
     return nexts
 
 
-def _first_to(wanted: Container[Node], sends: Sequence[SendRecord], ends: Container[Node]) -> int:
+def _first_to(wanted: Container[Node], sends: Sequence[SendRecord], end_of: EndOf) -> int:
     """Returns how many messages were sent before the first that leads to a node in ``wanted``."""
     visited: set[Node] = set()
     for place, send in enumerate(sends):
-        if any(node in wanted for node in walk_here(send.edges, visited, ends)):
+        if any(node in wanted for node in walk_here(send.edges, visited, end_of)):
             return place
     return len(sends)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -41,7 +41,7 @@ from torchweft.autograd.contexts import (
 )
 from torchweft.autograd.graph import (
     Answer,
-    End,
+    EndOf,
     InputGradients,
     Place,
     Reached,
@@ -85,6 +85,7 @@ class LocalPass:
     _graph: SentGraph | None = None
     _gathering: hooks.Gathering | None = None
     _gated: GatedRun | None = None
+    _ends: Ends | None = None
     _passed: Sequence[Place] = ()
     _cuts: Collection[Node] = ()
     _skipped = 0
@@ -104,16 +105,17 @@ class LocalPass:
         self.context_id = context.id
         self._outside = outside = outside or OutsideRecords(context.worker)
         self._mode = mode
-        self._ends: Mapping[Node, End] = context.receive_of
+        self._end_of: EndOf = context.receive_of.get
         if outside.received and input_gradients is None:
             self._ends = Ends(outside, context.receive_of, context.add_known_worker)
+            self._end_of = self._ends.get
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
         self._gradients = context.gradients if gradients is None else gradients
         sink: Sink = add_to_grad if mode.into_grad else self._gradients.add_all
         if hooks.has_node_hooks:
             sink = hooks.with_leaf_hooks(sink, mode.create_graph)
         if input_gradients is not None:
-            self._ends = input_gradients.ends
+            self._end_of = input_gradients.ends.get
             self._passed, self._cuts = input_gradients.passed, input_gradients.cuts
             if mode.for_inputs:
                 self._wanted = input_gradients.stops
@@ -219,7 +221,7 @@ class LocalPass:
             self._touched.pop(id(component), None)
             self._unfinished.pop(id(component), None)
         graph.forget(numbers)
-        if isinstance(self._ends, Ends):
+        if self._ends is not None:
             for reached in ended:
                 self._ends.forget(reached.receives)
 
@@ -281,9 +283,9 @@ class LocalPass:
                 note_reached(progress, reached.receives, (), self._answers_all)
                 continue
             mode = self._mode_for(reached) if self._is_of_higher_order else self._mode
-            answers = run_alone(reached, gradients, self._ends, self._sink, mode)
+            answers = run_alone(reached, gradients, self._end_of, self._sink, mode)
             if answers is None:
-                whole = Component(reached, self._ends, self._sink, mode)
+                whole = Component(reached, self._end_of, self._sink, mode)
                 whole.arrive(message_id, gradients)
                 answers = whole.advance(True, Progress())
             progress.executed.append(message_id)
@@ -416,7 +418,7 @@ class LocalPass:
         component = self._component_of.get(message_id)
         if component is None:
             mode = self._mode_for(reached) if self._is_of_higher_order else self._mode
-            component = Component(reached, self._ends, self._sink, mode, self._answers_all)
+            component = Component(reached, self._end_of, self._sink, mode, self._answers_all)
             for send in reached.sends:
                 self._component_of[send.message_id] = component
         self._touched[id(component)] = component
@@ -427,7 +429,7 @@ class LocalPass:
         mode = self._mode
         if not mode.retain_graph:
             edges = [edge for send in reached.sends for edge in send.edges]
-            if writes_to_views(edges, self._ends):
+            if writes_to_views(edges, self._end_of):
                 return mode._replace(retain_graph=True)
         return mode
 
@@ -451,7 +453,7 @@ class LocalPass:
     def _walk_all(self) -> dict[int, Reached]:
         """Walks from all sends, used or not; sends that share nodes form a component."""
         sends = self._context.sends()
-        graph = self._graph = SentGraph(self._ends)
+        graph = self._graph = SentGraph(self._end_of)
         for send in sends[self._skipped :]:
             graph.add(send)
         if not self._mode.for_inputs:

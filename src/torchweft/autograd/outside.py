@@ -169,7 +169,7 @@ class OutsideRecords(SentMessages):
         return len(self._sends), len(self.received)
 
 
-class Ends(dict[Node, Any]):
+class Ends:
     """The ends of walks in one pass: the receives of a context, and reached ones of records here.
 
     Keeps the reached nodes alive for as long as it lives.
@@ -186,26 +186,21 @@ class Ends(dict[Node, Any]):
         receive_of: Mapping[Node, ReceiveRecord],
         on_reached: Callable[[int], None],
     ) -> None:
-        super().__init__()
         self._outside = records
         self._receive_of = receive_of
         self._on_reached = on_reached
         self._records: dict[int, ReceiveRecord] = {}
+        self._reached: dict[Node, ReceiveRecord] = {}
 
-    def get(self, node: Node, default: Any = None) -> Any:
+    def get(self, node: Node) -> ReceiveRecord | None:
         """Returns the record of a received message by a placeholder of it."""
-        record = self._receive_of.get(node) or super().get(node)
-        if record is not None:
+        record = self._receive_of.get(node) or self._reached.get(node)
+        if record is not None or type(node) is not PLACEHOLDER:
             return record
-        if type(node) is not PLACEHOLDER:
-            return default
         message, place = _notes_of(node).get(_KEY, _NEITHER)
         # A message of an earlier group of this process leads nowhere.
         if message is None or message.records is not self._outside:
-            return default
-        return self._reached(node, message, place)
-
-    def _reached(self, node: Node, message: _Message, place: int) -> ReceiveRecord:
+            return None
         record = self._records.get(message.message_id)
         if record is None:
             self._on_reached(message.from_worker)
@@ -217,23 +212,17 @@ class Ends(dict[Node, Any]):
                 is_outside=True,
             )
         record.nodes[place] = node
-        self[node] = record
+        self._reached[node] = record
         return record
 
     def forget(self, nodes: Iterable[Node]) -> None:
         """Lets go of reached nodes, with all others of their messages."""
         for node in nodes:
-            record = super().get(node)
+            record = self._reached.get(node)
             if record is not None:
                 self._records.pop(record.message_id, None)
                 for each in record.nodes:
-                    self.pop(each, None)
-
-    def __contains__(self, node: object) -> bool:
-        return self.get(node) is not None  # type: ignore[arg-type]
-
-    def __missing__(self, node: Node) -> Any:
-        return self._receive_of[node]
+                    self._reached.pop(each, None)
 
 
 # Arriving tensors
