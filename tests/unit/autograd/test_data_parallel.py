@@ -128,6 +128,18 @@ def test_a_module_waits_for_all_live_messages_that_lead_to_it() -> None:
     assert averaging.run().executed == [1, 2]
 
 
+def test_a_module_that_only_unused_messages_lead_to_is_not_averaged() -> None:
+    data_parallel.watch()
+    module = make_module()
+    averaging, context = averaging_of(reached(1, module), reached(2))
+    assert held_back(averaging, 2) == []
+    assert not averaging.is_due
+    assert held_back(averaging, live=(2,)) == []  # It is settled: message 1 is not used.
+    assert averaging.is_due
+    assert averaging.run().executed == [2]
+    assert context.get_gradients() == {}
+
+
 def test_a_pass_ends_with_the_average() -> None:
     data_parallel.watch()
     module, context = make_module(), Context(1, 0)
