@@ -383,10 +383,9 @@ class Envelopes:
         They are if its tensors were not: gradients go the other way.
         """
         context = self._contexts.find(name.context_id)
-        record: SendRecord | ReceiveRecord | None = None
-        if context is not None:
-            record = context.receive(message_id) or context.send(message_id)
-        record = record or self._outside.send(message_id)
+        record: SendRecord | ReceiveRecord | None = self._outside.find(message_id, context)
+        if record is None and context is not None:
+            record = context.receive(message_id)
         return not (self._outside.is_back(message_id) if record is None else record.is_back)
 
     def open(self, peer: Peer, frame: Frame) -> tuple[PassName, Message]:

@@ -53,7 +53,7 @@ from torchweft.autograd.contexts import (
 from torchweft.autograd.graph import (
     ENGINE,
     Answer,
-    End,
+    EndOf,
     Leaf,
     Reached,
     answers_of,
@@ -256,7 +256,7 @@ class Component:
 
     Args:
         reached: The sends, live or not, and the leaves and receives that they reach together.
-        ends: Where the graph ends, by node.
+        end_of: Where the graph ends.
         sink: Takes the gradients of leaves.
         mode: How the pass is run.
         answers_all: Whether each tensor of a message gets a gradient, also an unused one.
@@ -265,7 +265,7 @@ class Component:
     def __init__(
         self,
         reached: Reached,
-        ends: Mapping[Node, End],
+        end_of: EndOf,
         sink: Sink,
         mode: PassMode,
         answers_all: bool = False,
@@ -273,7 +273,7 @@ class Component:
         self.reached = reached
         """The sends, and the leaves and receives that they reach together."""
         self.mode = mode
-        self._ends = ends
+        self._end_of = end_of
         self._sink = sink
         self._answers_all = answers_all
         self._send_of = {send.message_id: send for send in reached.sends}
@@ -393,7 +393,7 @@ class Component:
             for at, edge in enumerate(self._send_of[message_id].edges)
             if tensors >> at & 1
         ]
-        return receives_behind(edges, self._ends, self._visited)
+        return receives_behind(edges, self._end_of, self._visited)
 
     def finish(self, progress: Progress) -> None:
         """Notes that everything has run."""

@@ -48,8 +48,6 @@ def _uses_of(tensor: Tensor) -> int:
 
 # It depends on torch's version whether the storage object made for the query counts as a use.
 _UNSHARED_USES = _uses_of(torch.empty(1)) if _storage_use_count else 0
-# The tensor returned for a part of a sparse tensor is one more use.
-_UNSHARED_USES_OF_PART = _UNSHARED_USES + 1
 
 
 UNDEFINED: Final[Literal[False]] = False
@@ -68,41 +66,22 @@ def sum_of(first: Tensor, second: Tensor) -> Tensor:
 
 
 def owned(gradient: Tensor) -> Tensor:
-    """Returns a gradient in memory of its own; copies only the shared parts.
+    """Returns a gradient in memory of its own; copies one that may be shared.
 
     Copies when in doubt: a needless copy is only slow.
     """
-    if gradient.requires_grad:
-        return gradient.clone()  # Its graph may have kept it.
-    if gradient.layout is torch.strided:
-        return gradient if _is_alone(gradient, _UNSHARED_USES) else gradient.clone()
-    if gradient.layout is torch.sparse_coo:
-        values = gradient._values()
-        if _is_alone(values, _UNSHARED_USES_OF_PART):
-            if _is_alone(gradient._indices(), _UNSHARED_USES_OF_PART):
-                return gradient
-            # An embedding's gradient: its indices are the input, which the program may overwrite.
-            return _with_own_indices(gradient, values)
-    return gradient.clone()
+    # The graph of a gradient may have kept it. The indices of an embedding's gradient are the
+    # input, which the program may overwrite.
+    is_plain = gradient.layout is torch.strided and not gradient.requires_grad
+    return gradient if is_plain and _is_alone(gradient) else gradient.clone()
 
 
-def _with_own_indices(gradient: Tensor, values: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(
-        gradient._indices().clone(),
-        values,
-        gradient.shape,
-        is_coalesced=gradient.is_coalesced(),
-        check_invariants=False,
-        device=values.device,
-    )
-
-
-def _is_alone(tensor: Tensor, unshared_uses: int) -> bool:
+def _is_alone(tensor: Tensor) -> bool:
     if _storage_use_count is None or (not tensor.is_contiguous() and 0 in tensor.stride()):
         return False
     # As in ``_uses_of``: it runs for each leaf of each pass.
     uses: int = _storage_use_count(tensor.untyped_storage()._cdata)
-    return uses <= unshared_uses
+    return uses <= _UNSHARED_USES
 
 
 def _used_elsewhere(pairs: Sequence[tuple[Tensor, Tensor]], borrowed: Iterable[object]) -> set[int]:
@@ -141,10 +120,6 @@ class Gradients:
         self._order = new_order()
         self._sums: dict[Tensor, Tensor] = {}
         self._made_here: set[Tensor] = set()
-
-    def add(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Adds a gradient that other code may keep using; the first is copied if necessary."""
-        self.add_all([(tensor, gradient)], borrowed=())
 
     def add_all(self, pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[object]) -> None:
         """Adds the gradients of one engine call.
@@ -441,7 +416,6 @@ class ReceiveRecord:
         message_id: Number of the message in the group.
         from_worker: The sender, which waits for the gradients.
         nodes: The placeholders, one for each tensor.
-        metas: Shape, type and device of each tensor on this worker.
         sends_before: How many messages this worker had sent in the context before. No message
             sent later can lead to this one.
         is_answer: Whether it is the result of a call that this worker made.
@@ -453,7 +427,6 @@ class ReceiveRecord:
     message_id: int
     from_worker: int
     nodes: list[Node]
-    metas: tuple[TensorMeta, ...]
     sends_before: int = 0
     is_answer: bool = False
     is_back: bool = False
@@ -597,10 +570,10 @@ class Context(SentMessages):
                 if flags[place] & SHARED:
                     result[place] = separated(result[place])
             received = [result[place] for place in places]
-            metas, before = metas_of(received), len(self._sends)
+            before = len(self._sends)
             nodes, placeholders = make_placeholders(received)
             record = ReceiveRecord(
-                message_id, from_worker, nodes, metas, before, is_answer, is_answer or is_back
+                message_id, from_worker, nodes, before, is_answer, is_answer or is_back
             )
             with self._lock:
                 self._receives[message_id] = record
@@ -685,12 +658,6 @@ class Contexts:
         self._released = Tombstones(remembered)
         self.message_counter = first_of(worker)
         """Makes the numbers of messages."""
-
-    def open(self) -> int:
-        """Makes a context and returns its number, which is new in the group."""
-        context_id = self.new_id()
-        self.get_or_create(context_id)
-        return context_id
 
     def new_id(self) -> int:
         """Returns the number of a context that is yet to be made; it is new in the group.
@@ -782,8 +749,7 @@ class Contexts:
 
     def ids(self) -> list[int]:
         """Returns the numbers of all contexts that are alive here."""
-        with self._lock:
-            return list(self._contexts)
+        return [context.id for context in self.all()]
 
 
 def _released_error(context_id: int) -> AutogradError:

@@ -9,8 +9,8 @@ component, and delays gradients for other workers until all ranks have met.
 The idea: a pass takes the gradients of such parameters like all others, and sums them. Then it
 accumulates the sums alone, as if the parameters were the roots of a graph. That runs DDP's hooks
 and nothing else, and leaves the average in ``.grad``. ``Averaging`` decides when: once no component
-can add to a module's gradients any more. Until then the messages that lead to the module do not
-count as executed, so the pass does not end.
+can add to a module's gradients any more. Until all modules have been averaged, no message counts
+as executed, so the pass does not end.
 
 Rules of the file:
 
@@ -135,7 +135,6 @@ class Replica:
     Attributes:
         parameters: All parameters that DDP may average.
         open: For each component that may still yield gradients of these, its messages.
-        message_ids: Messages, live or not, that lead to some of the parameters.
     """
 
     def __init__(self, module: Any, guard: Guard, components: Iterable[Reached]) -> None:
@@ -148,7 +147,6 @@ class Replica:
             for reached in components
             if not self.parameters.isdisjoint(reached.leaves.values())
         ]
-        self.message_ids = frozenset().union(*self.open)
 
     def close_components(self, executed: set[int], is_settled: bool, live: Collection[int]) -> None:
         """Closes components that have run, and once settled, those without a live message."""
@@ -389,7 +387,7 @@ class Averaging:
         self._sink(others, [*borrowed, *[gradient for _, gradient in kept]])
 
     def hold_back(self, progress: Progress, is_settled: bool, live: Collection[int]) -> None:
-        """Removes executed messages from ``progress`` while they lead to unaveraged modules.
+        """Removes executed messages from ``progress`` while there are modules to average.
 
         Args:
             progress: This worker's progress since the last call.
@@ -403,9 +401,9 @@ class Averaging:
         progress.executed = self._take_released()
 
     def _take_released(self) -> list[int]:
-        awaited = {number for turn in self._turns for number in turn.message_ids}
-        released = [number for number in self._held if number not in awaited]
-        self._held = [number for number in self._held if number in awaited]
+        if self._turns:
+            return []
+        released, self._held = self._held, []
         return released
 
     @property

@@ -195,10 +195,7 @@ class Engine:
 
     def _check_gradients(self, peer: Peer, frame: Frame) -> None:
         context_id, message_id, recorded_id, _ = ids_in(frame.control)
-        context = self.contexts.find(context_id)
-        record = None if context is None else context.send(message_id)
-        if record is None:
-            record = self.outside.send(message_id)
+        record = self.outside.find(message_id, self.contexts.find(context_id))
         to_worker = None if record is None else record.to_worker
         check_gradients(self._me, peer.id, message_id, recorded_id, to_worker)
 

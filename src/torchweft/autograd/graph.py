@@ -66,6 +66,9 @@ class Stop(NamedTuple):
 End = ReceiveRecord | Stop
 """Describes a node at which a walk ends."""
 
+EndOf = Callable[[Node], End | None]
+"""Returns the end of walks at a node, if they end there."""
+
 Leaf = Tensor | Stop
 
 
@@ -86,11 +89,11 @@ class SentGraph:
     """The graph behind the sends; each node is visited once.
 
     Args:
-        ends: Where walks end, by node; may grow during a walk.
+        end_of: Where walks end.
     """
 
-    def __init__(self, ends: Mapping[Node, End]) -> None:
-        self._ends = ends
+    def __init__(self, end_of: EndOf) -> None:
+        self._end_of = end_of
         # By node, the send from which it was visited. No node counts as visited, from no send.
         self._visitor: dict[Node | None, int] = {None: _NO_SEND}
         self._reached_of: dict[int, Reached] = {}
@@ -108,7 +111,7 @@ class SentGraph:
         leaves: dict[Node, Leaf] = {}
         receives: dict[Node, ReceiveRecord] = {}
         reached = self._reached_of[number] = Reached([send], leaves, receives)
-        visitor, ends = self._visitor, self._ends
+        visitor, end_of = self._visitor, self._end_of
         stack: list[Iterable[Any]] = [send.edges]
         while stack:
             for edge in stack.pop():
@@ -123,9 +126,9 @@ class SentGraph:
                     variable = getattr(node, "variable", None)
                     if variable is not None and variable.requires_grad:  # Not frozen since.
                         leaves[node] = variable
-                elif node not in ends:
+                elif (end := end_of(node)) is None:
                     stack.append(nexts)
-                elif type(end := ends[node]) is Stop:
+                elif type(end) is Stop:
                     leaves[node] = end
                 else:
                     receives[node] = end
@@ -212,27 +215,25 @@ def walk(
             stack.extend(nexts(node))
 
 
-def walk_here(
-    edges: Iterable[GradientEdge], visited: set[Node], ends: Container[Node]
-) -> Iterator[Node]:
-    """Yields the nodes that ``edges`` lead to, up to ``ends``, except nodes in ``visited``."""
+def walk_here(edges: Iterable[GradientEdge], visited: set[Node], end_of: EndOf) -> Iterator[Node]:
+    """Yields the nodes that ``edges`` lead to, up to the ends, except nodes in ``visited``."""
     return walk(
         [edge.node for edge in edges],
         visited,
-        lambda node: () if node in ends else next_nodes(node),
+        lambda node: next_nodes(node) if end_of(node) is None else (),
     )
 
 
-def writes_to_views(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> bool:
+def writes_to_views(edges: Iterable[GradientEdge], end_of: EndOf) -> bool:
     """Returns whether ``edges`` reach an in-place operation on a view."""
-    return any(type(node).__name__ == "CopySlices" for node in walk_here(edges, set(), ends))
+    return any(type(node).__name__ == "CopySlices" for node in walk_here(edges, set(), end_of))
 
 
 def receives_behind(
-    edges: Iterable[GradientEdge], ends: Mapping[Node, End], visited: set[Node]
+    edges: Iterable[GradientEdge], end_of: EndOf, visited: set[Node]
 ) -> dict[Node, ReceiveRecord]:
     """Returns the placeholders that ``edges`` lead to through nodes not yet in ``visited``."""
-    found = [(node, ends.get(node)) for node in walk_here(edges, visited, ends)]
+    found = [(node, end_of(node)) for node in walk_here(edges, visited, end_of)]
     return {node: end for node, end in found if type(end) is ReceiveRecord}
 
 
@@ -397,7 +398,7 @@ def run(
 def run_alone(
     reached: Reached,
     gradients: Sequence[Gradient],
-    ends: Mapping[Node, End],
+    end_of: EndOf,
     sink: Sink,
     mode: PassMode,
 ) -> Collection[Answer] | None:
@@ -409,7 +410,7 @@ def run_alone(
     Args:
         reached: The send, and the leaves and receives that it reaches.
         gradients: The gradients of the send.
-        ends: Where the graph ends, by node.
+        end_of: Where the graph ends.
         sink: Takes the gradients of leaves.
         mode: How the pass is run.
 
@@ -437,7 +438,7 @@ def run_alone(
     captured = run(reached, edges, given, mode, sink)
     if not receives:
         return ()
-    used = receives if is_whole else receives_behind(edges, ends, set())
+    used = receives if is_whole else receives_behind(edges, end_of, set())
     return answers_of(receives, captured, mode.create_graph, used)
 
 
@@ -494,24 +495,13 @@ def roots_of(
         ArgumentTypeError: An item of ``tensors`` or ``gradients`` is not a tensor.
         AutogradError: A tensor cannot be backpropagated from, or a gradient does not fit.
     """
-    try:
-        checked = tuple(tensors)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"incompatible function arguments: the {what}s must be a list of tensors, "
-            f"not {kind_of(tensors)}; for one loss pass [loss]"
-        ) from error
+    checked = tuple(_listed(tensors, f"the {what}s"))
     if not checked:
         raise AutogradError(
             f"No tensors provided for gradient computation; backward needs at least one {what}"
         )
-    try:
-        given = [None] * len(checked) if gradients is None else list(gradients)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"the gradients for {what}s are a {type(gradients).__name__}; pass a list of tensors, "
-            f"one for each {what}, or a tensor where there is one {what}"
-        ) from error
+    is_given = gradients is not None
+    given = _listed(gradients, f"the gradients for {what}s") if is_given else [None] * len(checked)
     if len(given) != len(checked):
         raise AutogradError(
             f"there are {len(given)} gradients for {len(checked)} {what}s; give one for each, "
@@ -521,16 +511,30 @@ def roots_of(
     return Roots(tuple(map(get_gradient_edge, checked)), found, checked)
 
 
-def _gradient_at(place: int, tensor: Tensor, gradient: Tensor | None, what: str) -> Tensor:
+def _listed(given: Any, name: str) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"incompatible function arguments: {name} must be a list of tensors, not "
+            f"{kind_of(given)}; for one tensor pass [tensor]"
+        ) from error
+
+
+def _check_differentiable(tensor: object, name: str) -> None:
     if not isinstance(tensor, Tensor):
         raise ArgumentTypeError(
-            f"incompatible function arguments: {what} {place} is {kind_of(tensor)}, not a tensor"
+            f"incompatible function arguments: {name} is {kind_of(tensor)}, not a tensor"
         )
     if not tensor.requires_grad:
         raise AutogradError(
-            f"{what} {place} does not require grad (requires_grad not set on it); was it made "
+            f"{name} does not require grad (requires_grad not set on it); was it made "
             "under torch.no_grad(), or of tensors that do not require grad?"
         )
+
+
+def _gradient_at(place: int, tensor: Tensor, gradient: Tensor | None, what: str) -> Tensor:
+    _check_differentiable(tensor, f"{what} {place}")
     if gradient is None:
         if tensor.numel() != 1:
             raise AutogradError(
@@ -593,7 +597,7 @@ class InputGradients:
         # A sum may be captured in parts; a hook must see the whole.
         hooked = {place_of(tensor)[0] for tensor in inputs if tensor._backward_hooks}
         stops = {node: Stop(node, node in hooked) for node, _ in self._places}
-        self.first_send = _first_to(stops, sends, receive_of) if for_inputs else 0
+        self.first_send = _first_to(stops, sends, receive_of.get) if for_inputs else 0
         self._nexts = _nexts_across(receive_of, sends, self.first_send)
         through = self._with_others_behind(stops)
         self.passed = [place for place in dict.fromkeys(self._places) if place[0] in through]
@@ -684,11 +688,11 @@ def _nexts_across(
     return nexts
 
 
-def _first_to(wanted: Container[Node], sends: Sequence[SendRecord], ends: Container[Node]) -> int:
+def _first_to(wanted: Container[Node], sends: Sequence[SendRecord], end_of: EndOf) -> int:
     """Returns how many messages were sent before the first that leads to a node in ``wanted``."""
     visited: set[Node] = set()
     for place, send in enumerate(sends):
-        if any(node in wanted for node in walk_here(send.edges, visited, ends)):
+        if any(node in wanted for node in walk_here(send.edges, visited, end_of)):
             return place
     return len(sends)
 
@@ -716,24 +720,13 @@ def checked_inputs(inputs: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """
     if isinstance(inputs, Tensor):
         inputs = [inputs]
-    try:
-        checked = list(inputs)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"inputs is a {type(inputs).__name__}; pass a tensor or a list of tensors"
-        ) from error
+    checked = _listed(inputs, "the inputs")
     if not checked:
         raise AutogradError(
             "'inputs' argument cannot be empty: pass the tensors whose gradients you want"
         )
     for place, tensor in enumerate(checked):
-        if not isinstance(tensor, Tensor):
-            raise ArgumentTypeError(f"inputs[{place}] is a {type(tensor).__name__}, not a tensor")
-        if not tensor.requires_grad:
-            raise AutogradError(
-                f"One of the differentiated Tensors does not require grad: inputs[{place}], of "
-                f"shape {tuple(tensor.shape)}; call requires_grad_() on it before it is used"
-            )
+        _check_differentiable(tensor, f"inputs[{place}]")
     return checked
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -111,27 +111,24 @@ def are_at_leaf(node: Node) -> bool:
     return bool(_hooks_of(node.register_hook) or _hooks_of(node.register_prehook))
 
 
-def with_leaf_hooks(
-    sink: Sink, nodes_of_leaves: Callable[[], Mapping[int, Node]], create_graph: bool
-) -> Sink:
+def with_leaf_hooks(sink: Sink, create_graph: bool) -> Sink:
     """Returns ``sink``, extended by calling the hooks of accumulating nodes.
 
     Args:
         sink: Takes the gradients of leaves.
-        nodes_of_leaves: Returns known accumulating nodes, by the ``id`` of their leaf.
         create_graph: Whether the pass is recorded.
     """
 
     def add_and_call(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[object]) -> None:
-        nodes = nodes_of_leaves()
-        placed = [
-            (nodes.get(id(leaf)) or edges_behind(gates_of([leaf]))[0].node, leaf, gradient)
-            for leaf, gradient in pairs
-        ]
+        placed = list(pairs)
+        nodes = [edge.node for edge in edges_behind(gates_of([leaf for leaf, _ in placed]))]
         with torch.set_grad_enabled(create_graph):
-            added = [(leaf, _after_prehooks(node, gradient)) for node, leaf, gradient in placed]
+            added = [
+                (leaf, _after_prehooks(node, gradient))
+                for node, (leaf, gradient) in zip(nodes, placed, strict=True)
+            ]
             sink(added, borrowed)
-            for (node, _, _), (_, gradient) in zip(placed, added, strict=True):
+            for node, (_, gradient) in zip(nodes, added, strict=True):
                 for hook in _hooks_of(node.register_hook):
                     hook((), (gradient,))
 

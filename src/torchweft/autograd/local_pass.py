@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ from torchweft.autograd.contexts import (
 )
 from torchweft.autograd.graph import (
     Answer,
-    End,
+    EndOf,
     InputGradients,
     Place,
     Reached,
@@ -69,7 +70,7 @@ class LocalPass:
         mode: How the pass is run.
         gradients: Receives the gradients of leaves; by default the context's table does.
         input_gradients: Captures gradients at places on this worker, if it leads the pass.
-        outside: This worker's records outside of contexts.
+        outside: This worker's records outside of contexts; by default there are none.
 
     Attributes:
         context_id: The autograd context of the pass.
@@ -84,13 +85,13 @@ class LocalPass:
     _graph: SentGraph | None = None
     _gathering: hooks.Gathering | None = None
     _gated: GatedRun | None = None
+    _ends: Ends | None = None
     _passed: Sequence[Place] = ()
     _cuts: Collection[Node] = ()
     _skipped = 0
     _roots: Roots | None = None
     _is_settled = False
     _averaging: data_parallel.Averaging | None = None
-    _node_of_leaf: Mapping[int, Node] | None = None
 
     def __init__(
         self,
@@ -102,18 +103,19 @@ class LocalPass:
     ) -> None:
         self._context = context
         self.context_id = context.id
-        self._outside = outside
+        self._outside = outside = outside or OutsideRecords(context.worker)
         self._mode = mode
-        self._ends: Mapping[Node, End] = context.receive_of
-        if outside is not None and outside.received and input_gradients is None:
+        self._end_of: EndOf = context.receive_of.get
+        if outside.received and input_gradients is None:
             self._ends = Ends(outside, context.receive_of, context.add_known_worker)
+            self._end_of = self._ends.get
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
         self._gradients = context.gradients if gradients is None else gradients
         sink: Sink = add_to_grad if mode.into_grad else self._gradients.add_all
         if hooks.has_node_hooks:
-            sink = hooks.with_leaf_hooks(sink, self._nodes_of_leaves, mode.create_graph)
+            sink = hooks.with_leaf_hooks(sink, mode.create_graph)
         if input_gradients is not None:
-            self._ends = input_gradients.ends
+            self._end_of = input_gradients.ends.get
             self._passed, self._cuts = input_gradients.passed, input_gradients.cuts
             if mode.for_inputs:
                 self._wanted = input_gradients.stops
@@ -219,19 +221,17 @@ class LocalPass:
             self._touched.pop(id(component), None)
             self._unfinished.pop(id(component), None)
         graph.forget(numbers)
-        if isinstance(self._ends, Ends):
+        if self._ends is not None:
             for reached in ended:
                 self._ends.forget(reached.receives)
-        self._node_of_leaf = None
 
     def _has_ended(self, reached: Reached) -> bool:
         numbers = [send.message_id for send in reached.sends]
         component = self._component_of.get(numbers[0])
         if component is not None and component.has_more_to_run:
             return False
-        return self._outside is not None and not any(
-            number == ROOTS or self._outside.send(number) or self._context.send(number)
-            for number in numbers
+        return not any(
+            number == ROOTS or self._outside.find(number, self._context) for number in numbers
         )
 
     def settle(self) -> None:
@@ -283,9 +283,9 @@ class LocalPass:
                 note_reached(progress, reached.receives, (), self._answers_all)
                 continue
             mode = self._mode_for(reached) if self._is_of_higher_order else self._mode
-            answers = run_alone(reached, gradients, self._ends, self._sink, mode)
+            answers = run_alone(reached, gradients, self._end_of, self._sink, mode)
             if answers is None:
-                whole = Component(reached, self._ends, self._sink, mode)
+                whole = Component(reached, self._end_of, self._sink, mode)
                 whole.arrive(message_id, gradients)
                 answers = whole.advance(True, Progress())
             progress.executed.append(message_id)
@@ -340,7 +340,7 @@ class LocalPass:
     def _answer(self, answers: Iterable[Answer]) -> None:
         for receive, gradients in answers:
             if self._answers_all:
-                gradients = with_zeros(gradients, receive.metas)
+                gradients = with_zeros(gradients, receive.nodes)
             self._progress.answered.append(receive.message_id)
             self._outgoing.append((receive.from_worker, receive.message_id, gradients))
 
@@ -386,7 +386,7 @@ class LocalPass:
         if self._averaging is not None:
             self._averaging.close()
             self._averaging = None
-        self._reached_of, self._node_of_leaf = {}, None
+        self._reached_of = {}
         self._alone, self._due = {}, []
         self._component_of, self._touched, self._unfinished = {}, {}, {}
         self._roots = self._graph = None
@@ -418,7 +418,7 @@ class LocalPass:
         component = self._component_of.get(message_id)
         if component is None:
             mode = self._mode_for(reached) if self._is_of_higher_order else self._mode
-            component = Component(reached, self._ends, self._sink, mode, self._answers_all)
+            component = Component(reached, self._end_of, self._sink, mode, self._answers_all)
             for send in reached.sends:
                 self._component_of[send.message_id] = component
         self._touched[id(component)] = component
@@ -429,7 +429,7 @@ class LocalPass:
         mode = self._mode
         if not mode.retain_graph:
             edges = [edge for send in reached.sends for edge in send.edges]
-            if writes_to_views(edges, self._ends):
+            if writes_to_views(edges, self._end_of):
                 return mode._replace(retain_graph=True)
         return mode
 
@@ -453,10 +453,10 @@ class LocalPass:
     def _walk_all(self) -> dict[int, Reached]:
         """Walks from all sends, used or not; sends that share nodes form a component."""
         sends = self._context.sends()
-        graph = self._graph = SentGraph(self._ends)
+        graph = self._graph = SentGraph(self._end_of)
         for send in sends[self._skipped :]:
             graph.add(send)
-        if self._outside is not None and not self._mode.for_inputs:
+        if not self._mode.for_inputs:
             for send in self._outside.sends():
                 graph.add(send)
         if self._roots is not None:
@@ -488,20 +488,9 @@ class LocalPass:
             leaves.update({node: leaf for node, leaf in hidden.items() if node not in own})
         return reached._replace(leaves=leaves, passed=self._passed)
 
-    def _nodes_of_leaves(self) -> Mapping[int, Node]:
-        """Returns the nodes that accumulate the gradients of reached leaves, by the leaf's id."""
-        nodes = self._node_of_leaf
-        if nodes is None:
-            reached = (self._reached_of or {}).values()
-            nodes = {id(leaf): node for each in reached for node, leaf in each.leaves.items()}
-            self._node_of_leaf = nodes
-        return nodes
-
     def _placed(self, message_id: int, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
         """Checks gradients, and moves them to the devices of the sent tensors."""
-        record = self._context.send(message_id)
-        if record is None and self._outside is not None:
-            record = self._outside.send(message_id)
+        record = self._outside.find(message_id, self._context)
         if record is None:
             raise AutogradError(f"autograd context {self._context.id} ended in a backward pass")
         metas = record.metas
@@ -551,11 +540,14 @@ def enable_zeros(enabled: bool = True) -> None:
     _sends_zeros = enabled
 
 
-def with_zeros(gradients: list[Gradient], metas: tuple[TensorMeta, ...]) -> list[Gradient]:
-    """Returns the gradients of a message with zeros for missing gradients."""
+def with_zeros(gradients: list[Gradient], nodes: Iterable[Any]) -> list[Gradient]:
+    """Returns the gradients of a message with zeros for those that its placeholders lack."""
     return [
-        torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
-        if gradient is None or gradient is UNDEFINED
-        else gradient
-        for gradient, meta in zip(gradients, metas, strict=True)
+        gradient if isinstance(gradient, Tensor) else _zeros_at(node)
+        for gradient, node in zip(gradients, nodes, strict=True)
     ]
+
+
+def _zeros_at(node: Any) -> Tensor:
+    meta = node._input_metadata[0]
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)

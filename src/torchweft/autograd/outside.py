@@ -27,11 +27,11 @@ from torch.nn import Parameter
 
 from torchweft.autograd.contexts import (
     PLACEHOLDER,
+    Context,
     ReceiveRecord,
+    SendRecord,
     SentMessages,
-    TensorMeta,
     make_placeholders,
-    metas_of,
 )
 from torchweft.engine.wire.messages import NO_GRAD
 from torchweft.errors import AutogradError
@@ -46,11 +46,11 @@ _NEITHER = (None, 0)
 class _Message:
     """A received message. Only the nodes of its tensors keep it alive."""
 
-    __slots__ = ("__weakref__", "from_worker", "is_back", "message_id", "metas", "records")
+    __slots__ = ("__weakref__", "count", "from_worker", "is_back", "message_id", "records")
 
     message_id: int
     from_worker: int
-    metas: tuple[TensorMeta, ...]
+    count: int
     records: OutsideRecords
     is_back: bool
 
@@ -87,6 +87,11 @@ class OutsideRecords(SentMessages):
         self.on_ended: Callable[[], None] | None = None
         """Called, perhaps by a finalizer, when ``take_ended`` has new messages to return."""
 
+    def find(self, message_id: int, context: Context | None) -> SendRecord | None:
+        """Returns the record of a message that was sent in a context, or outside of contexts."""
+        record = None if context is None else context.send(message_id)
+        return self.send(message_id) if record is None else record
+
     def take_back(self, message_id: int) -> None:
         """Drops the record of a message that could not be sent."""
         with self._lock:
@@ -97,7 +102,6 @@ class OutsideRecords(SentMessages):
         self,
         message_id: int,
         from_worker: int,
-        tensors: Sequence[Tensor],
         nodes: Sequence[Node],
         is_back: bool = False,
     ) -> None:
@@ -106,11 +110,10 @@ class OutsideRecords(SentMessages):
         Args:
             message_id: The number that ``record_send`` returned at the sender.
             from_worker: The sender.
-            tensors: The placeholder tensors of the message.
-            nodes: Their nodes.
+            nodes: The placeholders of its tensors.
             is_back: Whether the tensors were placed as those of an answer.
         """
-        message = _Message(message_id, from_worker, metas_of(tensors), self, is_back)
+        message = _Message(message_id, from_worker, len(nodes), self, is_back)
         # In steps of C: the caller gives the message back if it is interrupted before the last.
         end = _End(message, self.ended.append)
         end.place, end.is_back = (from_worker, message_id), is_back
@@ -166,7 +169,7 @@ class OutsideRecords(SentMessages):
         return len(self._sends), len(self.received)
 
 
-class Ends(dict[Node, Any]):
+class Ends:
     """The ends of walks in one pass: the receives of a context, and reached ones of records here.
 
     Keeps the reached nodes alive for as long as it lives.
@@ -183,55 +186,43 @@ class Ends(dict[Node, Any]):
         receive_of: Mapping[Node, ReceiveRecord],
         on_reached: Callable[[int], None],
     ) -> None:
-        super().__init__()
         self._outside = records
         self._receive_of = receive_of
         self._on_reached = on_reached
         self._records: dict[int, ReceiveRecord] = {}
+        self._reached: dict[Node, ReceiveRecord] = {}
 
-    def get(self, node: Node, default: Any = None) -> Any:
+    def get(self, node: Node) -> ReceiveRecord | None:
         """Returns the record of a received message by a placeholder of it."""
-        record = self._receive_of.get(node) or super().get(node)
-        if record is not None:
+        record = self._receive_of.get(node) or self._reached.get(node)
+        if record is not None or type(node) is not PLACEHOLDER:
             return record
-        if type(node) is not PLACEHOLDER:
-            return default
         message, place = _notes_of(node).get(_KEY, _NEITHER)
         # A message of an earlier group of this process leads nowhere.
         if message is None or message.records is not self._outside:
-            return default
-        return self._reached(node, message, place)
-
-    def _reached(self, node: Node, message: _Message, place: int) -> ReceiveRecord:
+            return None
         record = self._records.get(message.message_id)
         if record is None:
             self._on_reached(message.from_worker)
             record = self._records[message.message_id] = ReceiveRecord(
                 message.message_id,
                 message.from_worker,
-                [None] * len(message.metas),  # type: ignore[list-item]
-                message.metas,
+                [None] * message.count,  # type: ignore[list-item]
                 is_back=message.is_back,
                 is_outside=True,
             )
         record.nodes[place] = node
-        self[node] = record
+        self._reached[node] = record
         return record
 
     def forget(self, nodes: Iterable[Node]) -> None:
         """Lets go of reached nodes, with all others of their messages."""
         for node in nodes:
-            record = super().get(node)
+            record = self._reached.get(node)
             if record is not None:
                 self._records.pop(record.message_id, None)
                 for each in record.nodes:
-                    self.pop(each, None)
-
-    def __contains__(self, node: object) -> bool:
-        return self.get(node) is not None  # type: ignore[arg-type]
-
-    def __missing__(self, node: Node) -> Any:
-        return self._receive_of[node]
+                    self._reached.pop(each, None)
 
 
 # Arriving tensors
@@ -295,7 +286,7 @@ class Arrivals:
             tensors = [values[place] for place in computed]
             nodes, placeholders = make_placeholders(tensors)
             if message_id:
-                self._records.place_received(message_id, worker, placeholders, nodes, is_back)
+                self._records.place_received(message_id, worker, nodes, is_back)
             for node in nodes:
                 node.register_prehook(functools.partial(_refuse, sender, bool(message_id)))
             for place, tensor, placeholder in zip(computed, tensors, placeholders, strict=True):

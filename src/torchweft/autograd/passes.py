@@ -133,9 +133,7 @@ class Passes:
         driver = worker_of(pass_id)
         if frame.kind == Kind.GRADIENTS:
             _, message_id, *_ = ids_in(frame.control)
-            context = self.contexts.find(context_id)
-            is_inside = context is not None and context.send(message_id) is not None
-            if not is_inside and self.outside.send(message_id) is None:
+            if self.outside.find(message_id, self.contexts.find(context_id)) is None:
                 return None
         elif peer.id != driver:
             return None
@@ -463,8 +461,7 @@ class PassPart:
     def _wait_in_gate(self, message_id: int) -> None:
         """Waits until another thread has filled the inbox, or the pass has ended."""
         passes = self._passes
-        context = passes.contexts.get(self.key[1])
-        send = context.send(message_id) or passes.outside.send(message_id)
+        send = passes.outside.find(message_id, passes.contexts.get(self.key[1]))
         self._awaited = None if send is None else send.to_worker
         self.waits_since_s = time.monotonic()
         try:

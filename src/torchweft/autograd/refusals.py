@@ -214,37 +214,28 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str,
     _look(type(optimizer).__name__, [each for group in groups for each in group])
 
 
-def _reading_grad(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(parameters: Any, *args: Any, **options: Any) -> Any:
-        found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        _look(name, found)
-        # torch warns of a generator that yields nothing.
-        return function(found or parameters, *args, **options)
+def _check_before(look: Callable[[str, list[Any]], None], name: str) -> None:
+    """Has a function of ``torch.nn.utils`` look at its tensors before it begins."""
+    function: Callable[..., Any] = getattr(utils, name)
 
-    return call
-
-
-def _measuring(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(tensors: Any, *args: Any, **options: Any) -> Any:
         found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not found and any(_contexts_with_gradients()):
-            warnings.warn(
-                "get_total_norm was called without gradients, and there are gradients in an "
-                "autograd context: torchweft.autograd.get_gradients(context_id) has them",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return function(found, *args, **options)
+        look(name, found)
+        # torch warns of a generator that yields nothing.
+        return function(found or tensors, *args, **options)
 
-    return call
+    hooks.replace(function, call, name)
 
 
-for _name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-    _function = getattr(utils, _name)
-    hooks.replace(_function, _reading_grad(_function, _name), _name)
-hooks.replace(utils.get_total_norm, _measuring(utils.get_total_norm), "get_total_norm")
+def _look_for_norm(name: str, gradients: Iterable[Any]) -> None:
+    if not gradients and any(_contexts_with_gradients()):
+        warnings.warn(
+            f"{name} was called without gradients, and there are gradients in an autograd "
+            "context: torchweft.autograd.get_gradients(context_id) has them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _look(name: str, parameters: Iterable[Any]) -> None:
@@ -279,3 +270,8 @@ def _instead(name: str) -> str:
         f"Use torchweft.optim.DistributedOptimizer({name}, references), with RRefs to the "
         "parameters, and its step(context_id)"
     )
+
+
+for _name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+    _check_before(_look, _name)
+_check_before(_look_for_norm, "get_total_norm")

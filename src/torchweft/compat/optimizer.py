@@ -18,7 +18,7 @@ from torchweft.compat import autograd as dist_autograd
 from torchweft.compat import rpc
 from torchweft.compat.rpc.references import RRef
 from torchweft.optim import DistributedOptimizer
-from torchweft.optim.local import GroupPart, LocalOptimizer, make_optimizer, step_lock
+from torchweft.optim.local import GroupPart, LocalOptimizer, step_lock
 
 __all__ = ["DistributedOptimizer"]
 
@@ -49,7 +49,7 @@ class _LocalOptimizer:
         part = GroupPart(0, {}, list(range(len(references))), references)
 
         def make(groups: list[dict[str, Any]]) -> Optimizer:
-            self.optim = make_optimizer(optim_cls, groups, args, kwargs)
+            self.optim = optim_cls(groups, *args, **kwargs)
             return self.optim
 
         self._local = LocalOptimizer(make, [part], step_lock())

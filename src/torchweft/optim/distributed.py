@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch.optim import Optimizer
 
-from torchweft.arguments import check_type, kind_of
+from torchweft.arguments import kind_of
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
+from torchweft.autograd.graph import check_context_id as check_number
 from torchweft.engine.codec.registry import has_callable_methods
 from torchweft.engine.codec.tracebacks import without_own_frames
 from torchweft.engine.worker.current import current
@@ -501,12 +502,11 @@ def _check_class(optimizer_class: object) -> None:
         )
 
 
-def check_context_id(context_id: object) -> None:
+def check_context_id(context_id: Any) -> None:
     """Raises ConfigurationError unless it is a number, as that of a context."""
     if callable(context_id):
         raise ConfigurationError(
             "step() takes no closure; compute the loss and its gradients in an autograd context, "
             "then call step(context_id)"
         )
-    example = "the number that 'with torchweft.autograd.context() as context_id' gives"
-    check_type(context_id, int, "context_id", example)
+    check_number(context_id)

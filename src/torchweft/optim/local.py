@@ -7,8 +7,8 @@ that share a parameter would see each other's gradients.
 ``torch.optim.Optimizer`` imports ``torch._dynamo`` when its first parameter group is added, and
 again in each step, only to tell the compiler what it may not trace. The import costs more than a
 second of CPU, and memory, in each process that hosts an optimizer. In a process that has not
-imported the compiler, there is no compiler to tell. There ``make_optimizer``, ``call_method`` and
-``step_optimizer`` call the functions that PyTorch wrapped. Otherwise, or if this module does not
+imported the compiler, there is no compiler to tell. There the methods of all optimizers, and
+``step_optimizer``, call the functions that PyTorch wrapped. Otherwise, or if this module does not
 know the wrapper, they call PyTorch's functions unchanged.
 
 Each step of PyTorch also names itself to profilers and runs hooks. That takes longer than the step
@@ -21,7 +21,6 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import CodeType, MethodType
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -37,7 +36,7 @@ from torchweft.engine.threads.device_streams import Guard, new_guard
 from torchweft.engine.worker.agent import Slot
 from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim.states import Options, Reference, StateDict
+from torchweft.optim.states import Options, Reference, StateDict, copied_to
 from torchweft.rpc import RRef
 from torchweft.rpc.current_call import (
     check_called,
@@ -46,7 +45,6 @@ from torchweft.rpc.current_call import (
     refuse,
     serves_another_strictly,
 )
-from torchweft.rpc.rref import is_made_plainly
 from torchweft.rpc.worker import current_worker
 
 _COMPILER = "torch._dynamo"
@@ -55,30 +53,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def make_optimizer(
-    optimizer_class: type[Optimizer], groups: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Optimizer:
-    """Returns ``optimizer_class(groups, *args, **kwargs)``."""
-    add = _unmarked(optimizer_class.add_param_group)
-    if add is None or not is_made_plainly(optimizer_class):
-        return optimizer_class(groups, *args, **kwargs)
-    made = optimizer_class.__new__(optimizer_class)
-    # The constructor finds an attribute of the object before the method of the class.
-    vars(made)["add_param_group"] = MethodType(add, made)
-    try:
-        optimizer_class.__init__(made, groups, *args, **kwargs)
-    finally:
-        vars(made).pop("add_param_group", None)
-    return made
+def _spare_compiler(method: Any) -> None:
+    """Has a method of all optimizers mark itself for the compiler only once that is imported."""
+    plain = getattr(method, "__wrapped__", None)
+    if plain is None:
+        return  # This version of PyTorch does not mark it.
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _COMPILER not in sys.modules:
+            return plain(*args, **kwargs)
+        vars(plain).pop(_MARKED, None)
+        return method(*args, **kwargs)
+
+    vars(plain)[_MARKED] = call
 
 
-def call_method(optimizer: Optimizer, method: str, *args: Any) -> Any:
-    """Calls a method that torch marks for its compiler, such as ``state_dict`` or ``zero_grad``."""
-    if method not in vars(optimizer):
-        plain = _unmarked(getattr(type(optimizer), method))
-        if plain is not None:
-            return plain(optimizer, *args)
-    return getattr(optimizer, method)(*args)
+_MARKED = "__dynamo_disable"
+"""Attribute in which PyTorch keeps the marked form of a method, once it was called."""
+
+if _COMPILER not in sys.modules:
+    for _name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        _spare_compiler(getattr(Optimizer, _name))
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
@@ -127,78 +122,53 @@ _GLOBAL_HOOKS: list[Any] = [
 ]
 
 
-def _unmarked(function: Any) -> Callable[..., Any] | None:
-    """Returns the function inside a mark for the compiler; None if the mark must stay."""
-    if _COMPILER in sys.modules or _code_of(function) is not _MARK:
-        return None
-    unmarked: Callable[..., Any] = function.__wrapped__
-    return unmarked
-
-
 def _code_of(function: object) -> object:
     return getattr(function, "__code__", None)
 
 
-def _code_made_by(decorator: Any, names: str) -> object:
-    """Returns the code of a decorator's wrappers, if they use no names except ``names``.
+def _marked_step() -> object:
+    """Returns the code around each ``step`` that only tells the compiler what not to trace.
 
     Otherwise returns an object that equals no code: a version of PyTorch whose wrappers do more
     keeps them.
     """
-    try:
-        code: CodeType = decorator(lambda *_: None).__code__
-    except (AttributeError, TypeError):  # This version of PyTorch has no such decorator.
-        return object()
-    return code if set(code.co_names) <= set(names.split()) else object()
+    marks: Any = getattr(optimizer, "_use_grad_for_differentiable", None)
+    code = None if marks is None else marks(lambda *_: None).__code__
+    names = "cast Optimizer torch torch._dynamo _dynamo graph_break is_grad_enabled"
+    known = {*names.split(), "set_grad_enabled", "defaults"}
+    return code if code is not None and known.issuperset(code.co_names) else object()
 
 
 _HOOKS = _code_of(Optimizer.profile_hook_step(lambda _: None))
-_MARK = _code_made_by(
-    getattr(torch, "_disable_dynamo", None),
-    "getattr __dynamo_disable torch torch._dynamo _dynamo disable",
-)
-_MARKED_STEP = _code_made_by(
-    getattr(optimizer, "_use_grad_for_differentiable", None),
-    "cast Optimizer torch torch._dynamo _dynamo graph_break is_grad_enabled set_grad_enabled "
-    "defaults",
-)
+_MARKED_STEP = _marked_step()
 
 
 def load_exactly(optimizer: Optimizer, state_dict: StateDict) -> None:
     """Loads a ``state_dict`` into an optimizer of this process; tensors keep their types."""
-    call_method(optimizer, "load_state_dict", state_dict)
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return  # It knows the form of its state itself.
-    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-    weights = (weight for group in optimizer.param_groups for weight in group["params"])
-    for number, weight in zip(numbers, weights, strict=True):
-        saved = state_dict["state"].get(number)
-        if isinstance(saved, Mapping) and weight in optimizer.state:
-            loaded = optimizer.state[weight]
-            for key, value in saved.items():
-                if key in loaded and key != "step":  # Fused steps need the type that torch gives.
-                    loaded[key] = _in_its_type(value, loaded[key])
+        optimizer.load_state_dict(state_dict)  # It knows the form of its state itself.
+        return
+    given: list[StateDict] = []
 
+    def keep_types(_: Optimizer) -> None:
+        (state,) = given
+        numbers = (number for group in state["param_groups"] for number in group["params"])
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        for number, weight in zip(numbers, weights, strict=True):
+            saved = state["state"].get(number)
+            if isinstance(saved, Mapping):
+                kept = {key: copied_to(each, weight.device) for key, each in saved.items()}
+                kept.pop("step", None)  # Fused steps need the type that torch gives.
+                optimizer.state[weight].update(kept)
 
-def _in_its_type(saved: Any, loaded: Any) -> Any:
-    """Returns a loaded value as it was saved, on its present device."""
-    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        if saved.dtype == loaded.dtype or saved.shape != loaded.shape:
-            return loaded
-        is_converted = torch.equal(
-            saved.to(loaded.device, loaded.dtype).nan_to_num(), loaded.nan_to_num()
-        )
-        return saved.detach().to(loaded.device, copy=True) if is_converted else loaded
-    if isinstance(saved, str):  # torch takes it for a list of characters.
-        return saved
-    if isinstance(saved, dict) and isinstance(loaded, dict):
-        return {
-            key: _in_its_type(saved[key], each) if key in saved else each
-            for key, each in loaded.items()
-        }
-    if type(saved) in (list, tuple) and type(loaded) is type(saved) and len(saved) == len(loaded):
-        return type(saved)(map(_in_its_type, saved, loaded))
-    return loaded
+    # Between the hooks of the program that change what is loaded, and those that see the result.
+    first = optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
+    last = optimizer.register_load_state_dict_post_hook(keep_types, prepend=True)
+    try:
+        optimizer.load_state_dict(state_dict)
+    finally:
+        first.remove()
+        last.remove()
 
 
 # The optimizer
@@ -322,7 +292,7 @@ class LocalOptimizer:
         """Adds groups."""
         with self._guard.lock, self._guard.order:
             for part in parts:
-                call_method(self._optimizer, "add_param_group", self._take(part))
+                self._optimizer.add_param_group(self._take(part))
 
     def placed(self, reference: RRef[LocalOptimizer]) -> Placed:
         """Returns the description that the distributed optimizer needs of this one."""
@@ -381,7 +351,7 @@ class LocalOptimizer:
         numbers = self._numbers_in_order()
         state = {
             numbers[key] if isinstance(key, int) else key: value
-            for key, value in call_method(self._optimizer, "state_dict")["state"].items()
+            for key, value in self._optimizer.state_dict()["state"].items()
         }
         return Saved(self._options(), state)
 
@@ -397,7 +367,7 @@ class LocalOptimizer:
     def load(self, saved: Saved) -> None:
         """Loads the state that ``save`` returned, here or on other workers."""
         with self._guard.lock, self._guard.order:
-            content = call_method(self._optimizer, "state_dict")
+            content = self._optimizer.state_dict()
             state = copy.deepcopy(saved.state)
             positions = {number: place for place, number in enumerate(self._numbers_in_order())}
             content["state"] = {positions.get(key, key): value for key, value in state.items()}
@@ -455,7 +425,7 @@ def place(
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ArgumentTypeError(f"{optimizer_class!r} is no class of optimizers")
     made = LocalOptimizer(
-        lambda groups: make_optimizer(optimizer_class, groups, args, kwargs), parts, step_lock()
+        lambda groups: optimizer_class(groups, *args, **kwargs), parts, step_lock()
     )
     return made.placed(RRef(made))
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchweft.arguments import kind_of, wrong_type
 from torchweft.autograd.refusals import add_check
@@ -439,18 +440,19 @@ def placed(optimizer: Optimizer, weight: Tensor, state: Mapping[Any, Any]) -> di
     )
     stays = not (group.get("fused") or group.get("capturable"))
     return {
-        key: _copied(value, None if key == "step" and stays else weight.device)
+        key: copied_to(value, None if key == "step" and stays else weight.device)
         for key, value in state.items()
     }
 
 
-def _copied(value: Any, device: torch.device | None) -> Any:
+def copied_to(value: Any, device: torch.device | None) -> Any:
+    """Returns a copy of a value of a state, its tensors on ``device``; None: where they are."""
     if isinstance(value, Tensor):
         return value.detach().to(device or value.device, copy=True)
     if isinstance(value, dict):
-        return {key: _copied(each, device) for key, each in value.items()}
+        return {key: copied_to(each, device) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied(each, device) for each in value)
+        return type(value)(copied_to(each, device) for each in value)
     return value
 
 
@@ -480,18 +482,6 @@ def elsewhere(where: str) -> defaultdict[Any, Any]:
 
 # Parameters of this process whose values are trained elsewhere
 
-Known = dict[int, weakref.ref[Tensor]]
-"""Tensors by their ids."""
-
-
-def _known(tensors: Iterable[Tensor]) -> Known:
-    return {id(each): weakref.ref(each) for each in tensors}
-
-
-def _is_in(known: Known, tensor: object) -> bool:
-    found = known.get(id(tensor))
-    return found is not None and found() is tensor
-
 
 class Moved:
     """Some parameters that are trained elsewhere, until it is closed or dropped.
@@ -502,27 +492,26 @@ class Moved:
 
     def __init__(self, instead: str) -> None:
         self.instead = instead
-        self._parameters: Known = {}
-        self._trained: dict[int, bool] = {}
-        self._beside: Known = {}
+        self._is_trained = WeakIdKeyDictionary()
+        """Whether each parameter required grad when that was last looked at."""
+        self._beside = WeakIdKeyDictionary()
         _moved.add(self)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Adds parameters."""
-        own = list(parameters)
+        own = {each: each.requires_grad for each in parameters}
         if own:
-            self._parameters = self._parameters | _known(own)
-            self._trained |= {id(each): each.requires_grad for each in own}
+            self._is_trained.update(own)
             add_check(_check)
 
     def add_beside(self, parameters: Iterable[Tensor]) -> None:
         """Adds parameters that are trained here, but clipped together with those elsewhere."""
-        self._beside = _known(parameters)
+        self._beside = WeakIdKeyDictionary(dict.fromkeys(parameters))
 
     def warn_of_rest(self, name: str, parameters: Iterable[Tensor]) -> None:
         """Warns once if parameters beside those elsewhere are clipped alone."""
-        if any(_is_in(self._beside, each) for each in parameters):
-            self._beside = {}
+        if any(each in self._beside for each in parameters):
+            self._beside = WeakIdKeyDictionary()
             warnings.warn(
                 f"{name} leaves out gradients that are elsewhere; {self.instead}",
                 RuntimeWarning,
@@ -530,7 +519,7 @@ class Moved:
             )
 
     def __contains__(self, parameter: object) -> bool:
-        return _is_in(self._parameters, parameter)
+        return parameter in self._is_trained
 
     def warn_of_changes(self, fix: str) -> None:
         """Warns once if the program has frozen parameters here, for the caller of its caller.
@@ -538,17 +527,16 @@ class Moved:
         Args:
             fix: What to do, for the message.
         """
-        present = [
-            (key, parameter.requires_grad)
-            for key, known in self._parameters.items()
-            if (parameter := known()) is not None
+        changed = [
+            parameter
+            for parameter, is_trained in self._is_trained.items()  # type: ignore[no-untyped-call]
+            if parameter.requires_grad != is_trained
         ]
-        count = sum([self._trained[key] != is_trained for key, is_trained in present])
-        if count:
-            self._trained |= present  # Each change is told once.
+        if changed:
+            self._is_trained.update({each: each.requires_grad for each in changed})
             warnings.warn(
-                f"requires_grad of {count} parameters has changed here, and not where they are "
-                f"trained; {fix}",
+                f"requires_grad of {len(changed)} parameters has changed here, and not where they "
+                f"are trained; {fix}",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -556,7 +544,7 @@ class Moved:
     def close(self) -> None:
         """Lets optimizers step the parameters again."""
         _moved.discard(self)
-        self._parameters = {}
+        self._is_trained = WeakIdKeyDictionary()
 
 
 _moved: weakref.WeakSet[Moved] = weakref.WeakSet()

@@ -29,7 +29,6 @@ from torchweft.engine.threads.thread_modes import THREADS
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import PipelineError, ProtocolError, WeftError, WorkerLost
-from torchweft.optim.local import call_method
 from torchweft.pipeline.copies import Copies, added, separated
 from torchweft.pipeline.finite import CheckedStage
 from torchweft.pipeline.recording import Notes
@@ -528,7 +527,7 @@ class Runner:
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops the gradients that the optimizer steps with."""
         if self.optimizer is not None:
-            call_method(self.optimizer, "zero_grad", set_to_none)
+            self.optimizer.zero_grad(set_to_none)
 
     def _set_copies_aside(self) -> list[tuple[Tensor, Tensor]]:
         """Takes away gradients of earlier steps, of weights that exist more than once.

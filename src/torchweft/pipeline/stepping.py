@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchweft.arguments import kind_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.optim import states
-from torchweft.optim.local import make_optimizer, step_optimizer
+from torchweft.optim.local import step_optimizer
 from torchweft.optim.states import Options, copied_options
 from torchweft.pipeline.groups import Group, Made, Weight
 from torchweft.pipeline.host import runner_of
@@ -32,10 +32,7 @@ def make(
     weights = [weight for stage in runner.stages.values() for weight in stage.parameters()]
     if not weights:
         return None
-    if isinstance(optimizer_class, type):
-        optimizer = make_optimizer(optimizer_class, weights, (), dict(options))
-    else:
-        optimizer = optimizer_class(weights, **options)
+    optimizer = optimizer_class(weights, **options)
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
             f"optimizer_class returned {kind_of(optimizer)}; it returns an optimizer, as a class "

@@ -95,7 +95,7 @@ def test_received_tensors_may_be_modified_in_place() -> None:
     assert first.tolist() == [5.0, 5.0]
     assert second.grad_fn is record.nodes[1]
     assert [context.receive_of[node] for node in record.nodes] == [record, record]
-    assert (record.from_worker, record.message_id, len(record.metas)) == (1, 5, 2)
+    assert (record.from_worker, record.message_id, len(record.nodes)) == (1, 5, 2)
 
 
 def test_plain_backward_says_what_to_call_instead() -> None:
@@ -143,7 +143,7 @@ def test_received_memory_is_not_kept_by_the_context() -> None:
 
 def test_registry_makes_each_context_once() -> None:
     registry = Contexts(3)
-    first, second = registry.open(), registry.open()
+    first, second = (registry.get_or_create(registry.new_id()).id for _ in range(2))
     assert first != second
     assert worker_of(first) == 3
     assert registry.get_or_create(first) is registry.get(first)
@@ -152,11 +152,11 @@ def test_registry_makes_each_context_once() -> None:
 
 def test_released_context_does_not_come_back() -> None:
     registry = Contexts(0)
-    context_id = registry.open()
-    context = registry.get(context_id)
+    context_id = registry.new_id()
+    context = registry.get_or_create(context_id)
     weight = torch.nn.Parameter(torch.ones(2))
     context.record_send([weight * 2], 4)
-    context.gradients.add(weight, torch.ones(2))
+    context.gradients.add_all([(weight, torch.ones(2))], ())
     assert registry.release(context_id) == {4}
     # Its thread may have been interrupted before it had told the others.
     assert registry.release(context_id) == {4}

@@ -105,11 +105,12 @@ def test_the_module_made_last_has_the_first_turn() -> None:
         averaging.add_all([(module.module.weight, torch.ones(1, 2))], ())
     assert held_back(averaging, 1) == []
     assert not averaging.is_due
-    assert held_back(averaging, 2, 3) == [3]
+    assert held_back(averaging, 2, 3) == []
     assert averaging.is_due
     assert context.get_gradients() == {}
-    assert averaging.run().executed == [1, 2]
+    assert averaging.run().executed == [1, 2, 3]
     assert not averaging.is_due
+    assert held_back(averaging, 4) == [4]
     gradients = context.get_gradients()
     assert [gradients[module.module.weight].tolist() for module in (first, second)] == [
         [[1, 1]]
@@ -125,6 +126,18 @@ def test_a_module_waits_for_all_live_messages_that_lead_to_it() -> None:
     assert not averaging.is_due
     assert held_back(averaging, 2, live=(1, 2)) == []
     assert averaging.run().executed == [1, 2]
+
+
+def test_a_module_that_only_unused_messages_lead_to_is_not_averaged() -> None:
+    data_parallel.watch()
+    module = make_module()
+    averaging, context = averaging_of(reached(1, module), reached(2))
+    assert held_back(averaging, 2) == []
+    assert not averaging.is_due
+    assert held_back(averaging, live=(2,)) == []  # It is settled: message 1 is not used.
+    assert averaging.is_due
+    assert averaging.run().executed == [2]
+    assert context.get_gradients() == {}
 
 
 def test_a_pass_ends_with_the_average() -> None:

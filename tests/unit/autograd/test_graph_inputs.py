@@ -172,9 +172,9 @@ def test_all_that_was_received_before_is_found_by_way_of_others() -> None:
     ("inputs", "error", "text"),
     [
         ([], AutogradError, "'inputs' argument cannot be empty"),
-        (3, ArgumentTypeError, "inputs is a int"),
+        (3, ArgumentTypeError, "the inputs must be a list of tensors, not an int"),
         ([leaf(), "x"], ArgumentTypeError, r"inputs\[1\] is a str"),
-        ([torch.ones(2)], AutogradError, r"does not require grad: inputs\[0\], of shape \(2,\)"),
+        ([torch.ones(2)], AutogradError, r"inputs\[0\] does not require grad"),
     ],
 )
 def test_what_has_no_gradient_is_told(inputs: Any, error: type[Exception], text: str) -> None:

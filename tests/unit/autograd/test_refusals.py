@@ -25,7 +25,7 @@ def parameter() -> Iterator[Parameter]:
     holder, parameter = Holder(), Parameter(torch.zeros(2))
     refusals.watch(holder)
     context = holder.contexts.get_or_create(7)
-    context.gradients.add(parameter, torch.ones(2))
+    context.gradients.add_all([(parameter, torch.ones(2))], ())
     yield parameter
     holder.contexts.release(7)
 

@@ -50,7 +50,7 @@ class Engine:
         replaced = dict(input_gradients._replaced)
         self.attempts.append({"replaced": replaced, "gradients": gradients, **others})
         if gradients is not None:
-            gradients.add(LEAF, torch.ones(()))
+            gradients.add_all([(LEAF, torch.ones(()))], ())
         outcome = self._outcomes.pop(0)
         if outcome is not None:
             raise outcome

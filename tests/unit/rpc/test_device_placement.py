@@ -135,7 +135,7 @@ def test_posts_go_as_calls_do(pair: Pair, arrived: list[int | None]) -> None:
 
 @contextlib.contextmanager
 def context_of(pair: Pair) -> Iterator[int]:
-    context_id = pair.caller.engine.contexts.open()
+    context_id = pair.caller.engine.contexts.get_or_create(pair.caller.engine.contexts.new_id()).id
     try:
         with enter(context_id):
             yield context_id

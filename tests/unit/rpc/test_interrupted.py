@@ -138,7 +138,7 @@ expected = {call_at_once: 4, call_and_wait: 4, send_much: torch.full((50_000,), 
 def pass_in(pair: Pair) -> tuple[int, Callable[[], None]]:
     """Returns a new context, and a function that runs a backward pass over one hop in it."""
     engine = pair.caller.engine
-    context_id = engine.contexts.open()
+    context_id = engine.contexts.get_or_create(engine.contexts.new_id()).id
     leaf = torch.ones(3, requires_grad=True)
     with enter(context_id):
         loss = pair.sync(double, leaf).sum()
@@ -257,7 +257,8 @@ def test_the_graph_of_an_answer_goes_if_its_caller_is_interrupted(pair: Pair) ->
 def test_a_context_of_a_lost_worker_is_released() -> None:
     with pair_of(2, "unix") as made:
         engine = made.callee.engine
-        with enter(made.caller.engine.contexts.open()):
+        contexts = made.caller.engine.contexts
+        with enter(contexts.get_or_create(contexts.new_id()).id):
             made.sync(double, torch.ones(3, requires_grad=True))
         (context_id,) = engine.contexts.ids()
         made.callee.agent.lose(made.peer_of_callee, "a test")
