@@ -21,7 +21,6 @@ from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
 from torchweft.engine.codec.by_value import take_apart
 from torchweft.engine.codec.functions import name_of, resolve
-from torchweft.engine.codec.makers import NO_MAKERS
 from torchweft.engine.codec.objects import Packed, pack, pack_plain
 from torchweft.engine.codec.tensors import (
     NO_MEMORY,
@@ -184,7 +183,6 @@ class Encoder:
         by_name = peer.main_by_name
         peer.receiver = int(by_name)
         if peer.registration.is_strict and not peer.is_self:
-            peer.receiver |= NO_MAKERS
             peer.pack = peer.pickle = partial(pack_plain, main_by_name=by_name)
         else:
             obstacle = why_not_by_value(self._agent.me.registration, peer.registration)
