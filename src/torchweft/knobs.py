@@ -363,8 +363,6 @@ SHM_FROM_BYTES = Constant("SHM_FROM_BYTES", 1 << 17)
 """Bytes from which a tensor goes through shared memory."""
 SHARED_COPY_BYTES = Constant("SHARED_COPY_BYTES", 16 << 20)
 """Bytes from which two threads share the copying of a tensor."""
-SHARED_PULL_BYTES = Constant("SHARED_PULL_BYTES", 4 << 20)
-"""Bytes from which two threads share the pulling of a tensor."""
 POOL_IDLE_S = Constant("POOL_IDLE_S", 10.0)
 """Seconds after which warm memory that nobody uses is given back."""
 STRIPED_FROM_BYTES = Constant("STRIPED_FROM_BYTES", 2 << 20)
