@@ -45,7 +45,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -76,13 +76,13 @@ class Slab:
     """One mapping, faulted in.
 
     Attributes:
-        unlock: Ends its page lock, if it has one.
+        attached: Objects that end before its memory does: its page lock, and its registrations.
     """
 
-    __slots__ = ("__weakref__", "idle_since_s", "memory", "size_bytes", "unlock")
+    __slots__ = ("__weakref__", "attached", "idle_since_s", "memory", "size_bytes")
 
     def __init__(self, size_bytes: int) -> None:
-        self.unlock: Callable[[], None] | None = None
+        self.attached: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
         self.size_bytes = size_bytes
         self.idle_since_s = 0.0
         self.memory = _map(size_bytes)
@@ -94,8 +94,7 @@ class Slab:
 
     def __del__(self) -> None:
         # Before the memory goes. The pool drops slabs outside of its lock.
-        if self.unlock is not None:
-            self.unlock()
+        self.attached.clear()
 
 
 class _Watch(weakref.ref[Bytes]):
@@ -193,10 +192,6 @@ class IdleSlabs(Generic[S]):
                 size_bytes -= taken[-1].size_bytes
         self.size_bytes -= sum(slab.size_bytes for slab in taken)
         return taken
-
-    def sizes(self) -> list[int]:
-        """Returns the sizes of slabs that are idle, in ascending order."""
-        return sorted(size_bytes for size_bytes, slabs in self._by_size.items() if slabs)
 
 
 class Budget:
