@@ -16,8 +16,7 @@ typedef struct {
     double remaining_s;
     long long creation;
     uint64_t context_id, message_id;
-    uint16_t name_bytes, span_bytes;
-    uint32_t code_bytes, reference_count, payload_bytes;
+    uint32_t name_bytes, span_bytes, reference_count, payload_bytes;
 } call_head;
 _Static_assert(sizeof(call_head) == 48, "a compiler has put gaps into the head of a CALL");
 
@@ -44,35 +43,34 @@ static PyObject *frame_of(const struct iovec *parts, int count, PyObject *tensor
     return frame;
 }
 
-/* encode_call(timeout_s, creation, name, span, code, values, tensors, receiver, home_of, inlines):
+/* encode_call(timeout_s, creation, name, span, values, tensors, main_by_name, home_of, inlines):
  * returns the frame, and whether a tensor requires grad, or False or None, as `plain_frame` does. */
 PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (count != 10 || !PyBytes_Check(arguments[2]) || !PyBytes_Check(arguments[3]) ||
-        !PyBytes_Check(arguments[4]) || !PyList_CheckExact(arguments[6]))
-        return PyErr_Format(PyExc_TypeError, "encode_call takes ten arguments");
+    if (count != 9 || !PyBytes_Check(arguments[2]) || !PyBytes_Check(arguments[3]) ||
+        !PyList_CheckExact(arguments[5]))
+        return PyErr_Format(PyExc_TypeError, "encode_call takes nine arguments");
     call_head head = {.remaining_s = PyFloat_AsDouble(arguments[0]),
                       .creation = PyLong_AsLongLong(arguments[1])};
     if (PyErr_Occurred())
         return NULL;
-    PyObject *payload = values_encode(module, arguments + 5, 4), *made = NULL;
+    PyObject *payload = values_encode(module, arguments + 4, 4), *made = NULL;
     if (payload == NULL || payload == Py_False)
         return payload;
     const char header[FRAME_HEADER_BYTES] = {0}; /* It is filled in with the number of the call. */
     const struct iovec parts[] = {
         {(void *)header, sizeof header}, {&head, sizeof head},
-        part_of(arguments[2]), part_of(arguments[3]), part_of(arguments[4]), part_of(payload),
+        part_of(arguments[2]), part_of(arguments[3]), part_of(payload),
     };
-    head.name_bytes = (uint16_t)parts[2].iov_len;
-    head.span_bytes = (uint16_t)parts[3].iov_len;
-    head.code_bytes = (uint32_t)parts[4].iov_len;
-    head.payload_bytes = (uint32_t)parts[5].iov_len;
-    int is_left = parts[2].iov_len > UINT16_MAX || parts[3].iov_len > UINT16_MAX;
-    if (!is_left && PyList_GET_SIZE(arguments[6]))
-        is_left = arguments[9] != Py_True ? 1 : is_true(PyObject_CallNoArgs(library.has_modes));
+    head.name_bytes = (uint32_t)parts[2].iov_len;
+    head.span_bytes = (uint32_t)parts[3].iov_len;
+    head.payload_bytes = (uint32_t)parts[4].iov_len;
+    int is_left = 0;
+    if (PyList_GET_SIZE(arguments[5]))
+        is_left = arguments[8] != Py_True ? 1 : is_true(PyObject_CallNoArgs(library.has_modes));
     bool requires_grad = false;
     if (is_left == 0)
-        made = frame_of(parts, 6, arguments[6], &requires_grad);
+        made = frame_of(parts, 5, arguments[5], &requires_grad);
     else if (is_left > 0)
         made = Py_NewRef(Py_None);
     Py_DECREF(payload);
@@ -81,7 +79,7 @@ PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t c
     return Py_BuildValue("NO", made, requires_grad ? Py_True : Py_False);
 }
 
-/* encode_result(number, context_id, result, receiver, most_tensors, home_of) -> the frame of a
+/* encode_result(number, context_id, result, main_by_name, most_tensors, home_of) -> the frame of a
  * REPLY; False for a result that needs a pickle; None for others that are not encoded here. */
 PyObject *call_encode_result(PyObject *module, PyObject *arguments)
 {
@@ -129,15 +127,15 @@ PyObject *call_decode(PyObject *Py_UNUSED(module), PyObject *control)
         return NULL;
     if ((size_t)data.len >= sizeof head)
         memcpy(&head, data.buf, sizeof head);
-    Py_ssize_t name = head.name_bytes, span = head.span_bytes, code = head.code_bytes;
-    Py_ssize_t start = (Py_ssize_t)sizeof head + name + span + code, end = start + head.payload_bytes;
+    Py_ssize_t name = head.name_bytes, span = head.span_bytes;
+    Py_ssize_t start = (Py_ssize_t)sizeof head + name + span, end = start + head.payload_bytes;
     bool is_usual = head.reference_count == 0 && end <= data.len && head.creation >= -1 &&
                     head.remaining_s == head.remaining_s && !(head.message_id >> 63) &&
                     (!(head.context_id >> 63) || head.context_id == UINT64_MAX);
     if (is_usual) {
         const char *at = (const char *)data.buf + sizeof head;
-        made = Py_BuildValue("dLy#y#y#(KK()nn)", head.remaining_s, head.creation, at, name,
-                             at + name, span, at + name + span, code,
+        made = Py_BuildValue("dLy#y#(KK()nn)", head.remaining_s, head.creation, at, name,
+                             at + name, span,
                              (unsigned long long)head.context_id,
                              (unsigned long long)head.message_id, start, end);
     }

@@ -363,8 +363,6 @@ SHM_FROM_BYTES = Constant("SHM_FROM_BYTES", 1 << 17)
 """Bytes from which a tensor goes through shared memory."""
 SHARED_COPY_BYTES = Constant("SHARED_COPY_BYTES", 16 << 20)
 """Bytes from which two threads share the copying of a tensor."""
-SHARED_PULL_BYTES = Constant("SHARED_PULL_BYTES", 4 << 20)
-"""Bytes from which two threads share the pulling of a tensor."""
 POOL_IDLE_S = Constant("POOL_IDLE_S", 10.0)
 """Seconds after which warm memory that nobody uses is given back."""
 STRIPED_FROM_BYTES = Constant("STRIPED_FROM_BYTES", 2 << 20)
@@ -388,8 +386,8 @@ STRIPE_STALL_S = Constant("STRIPE_STALL_S", 60.0)
 RDMA_FROM_BYTES = Constant("RDMA_FROM_BYTES", 1 << 20)
 """Bytes from which a tensor is read by RDMA; also the size of the smallest slab."""
 RDMA_LIMIT_BYTES = Constant("RDMA_LIMIT_BYTES", 1 << 30)
-"""Registered memory that one worker keeps for RDMA; tensors of users that were received so are not
-counted."""
+"""Memory of copies of one worker that wait to be read by RDMA, and registered memory that it keeps
+for further copies to one peer."""
 RDMA_WAYS = Constant("RDMA_WAYS", 16)
 """Peers that one worker sends to, and receives from, by RDMA: each costs a thread that polls."""
 RDMA_LEAST_RATE = Constant("RDMA_LEAST_RATE", 2e9)

@@ -17,7 +17,8 @@ from tests.faults.board import Board
 from tests.faults.plan import EXIT, KILL, Fault
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.passes import PassPart
-from torchweft.engine.channels.memory import BufferPool, Copier
+from torchweft.engine.channels import pull
+from torchweft.engine.channels.memory import BufferPool
 from torchweft.engine.channels.stripes import ReceivingConnection, SendingConnection
 from torchweft.engine.io.handshake import Handshake
 from torchweft.engine.io.link import Link
@@ -199,7 +200,7 @@ _WRAPPERS: dict[str, Callable[[], None]] = {
     "settling": _before(Leaving, "_settle", "settling"),
     "closing": _amid_closing,
     "leasing": _before(BufferPool, "lease", "leasing"),
-    "pulling": _before(Copier, "pull", "pulling"),
+    "pulling": _before(pull, "pull", "pulling"),
     "streaming": _before(SendingConnection, "_write", "streaming"),
     "arriving": _before(ReceivingConnection, "_read", "arriving"),
     "object": _making_objects,

@@ -11,6 +11,7 @@ import torch
 
 from tests.contract.processes.functions import _gates, _gates_lock, _kept, pass_gate
 from tests.memory_counts import HeldCounts, PoolCounts, first_for, held_counts, pool_counts
+from torchweft.engine.channels import pull
 from torchweft.engine.worker.current import current
 from torchweft.free_threading import IS_FREE_THREADED, LONGEST_WAIT_S
 from torchweft.rpc.node import Leaving
@@ -62,8 +63,7 @@ def break_pulling() -> None:
     def refuse(pid: int, address: int, into: memoryview) -> None:
         raise OSError(1, "not permitted any more")
 
-    copier = current().channels.home.copier
-    copier.pull = refuse  # type: ignore[method-assign]
+    pull.pull = refuse
 
 
 def die_when_settling() -> None:

@@ -155,11 +155,11 @@ def _call(message_id: int = 0, references: bytes = b"", count: int = 0) -> bytes
     (content, _) = (
         encode_tensors([torch.ones(3, requires_grad=True) * 2]) if message_id else (b"", 0)
     )
-    parts = name, b"", b"", (), references + bytes(payload), content
+    parts = name, b"", (), references + bytes(payload), content
     control = bytearray(encode_call(30.0, NO_CREATION, 0, 0, *parts))
     # The head is written anew: it has numbers that a worker does not write.
-    head = struct.Struct("<dqQQHHIII")
-    fields = (30.0, NO_CREATION, 0, message_id, len(name), 0, 0, count, len(payload))
+    head = struct.Struct("<dqQQIIII")
+    fields = (30.0, NO_CREATION, 0, message_id, len(name), 0, count, len(payload))
     head.pack_into(control, 0, *fields)
     number = (1 << 40) + int(time.monotonic() * 1e6)
     return _frame(Kind.CALL, 0, number, bytes(control))

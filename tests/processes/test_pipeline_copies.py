@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torchweft
 from torchweft import rpc
+from torchweft.engine.channels import pull
 from torchweft.errors import PipelineError
 from torchweft.launch import Nursery
 from torchweft.pipeline import Pipe, Schedule1F1B, SchedulePipeDream, ScheduleZBH1
@@ -42,7 +43,7 @@ copied: list[int] = []
 def count_copies() -> None:
     """Has this worker note its copies from now on."""
     copier: Any = current_worker().agent.channels.home.copier
-    copy, pull = copier.copy, copier.pull
+    copy, read = copier.copy, pull.pull
 
     def counted_copy(source: int, target: int, size_bytes: int, keep: object) -> None:
         copied.append(size_bytes)
@@ -50,9 +51,9 @@ def count_copies() -> None:
 
     def counted_pull(pid: int, address: int, into: memoryview) -> None:
         copied.append(into.nbytes)
-        pull(pid, address, into)
+        read(pid, address, into)
 
-    copier.copy, copier.pull = counted_copy, counted_pull
+    copier.copy, pull.pull = counted_copy, counted_pull
 
 
 def taken_counts() -> tuple[list[int], int]:

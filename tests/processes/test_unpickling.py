@@ -39,7 +39,7 @@ def pickled_call() -> bytes:
     """Returns a call as a member makes it, which would create an object in the worker."""
     payload = pack((object(),), main_by_name=True).payload
     name = f"{functions.__name__}:identity".encode()
-    return frame(Kind.CALL, 0, encode_call(10.0, NO_CREATION, 0, 0, name, b"", b"", (), payload))
+    return frame(Kind.CALL, 0, encode_call(10.0, NO_CREATION, 0, 0, name, b"", (), payload))
 
 
 def error_reply() -> bytes:

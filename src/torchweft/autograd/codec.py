@@ -349,7 +349,7 @@ class Envelopes:
         tensors = gradients
         if not is_plain:
             tensors = []
-            payload = values.encode(tuple(gradients), tensors, 1)
+            payload = values.encode(tuple(gradients), tensors, True)
         maps = peer.device_maps
         is_back = maps.is_any and self._is_back(name, message.message_id)
         inlined = None if payload is None else encode_tensors(tensors)

@@ -106,7 +106,7 @@ class Decoder:
         # Looked up once: every message needs them.
         self._unpack, self._resolve_value = reader.unpack, reader.resolve_value
         self._unpack_error = reader.unpack_error
-        self._is_strict, self._make = reader.is_strict, reader.make
+        self._is_strict = reader.is_strict
         self._take_home = self._come_home
         self._decode = None if native is None or reader.is_strict else native.decode_message
 
@@ -241,13 +241,7 @@ class Decoder:
             return self._unpack(payload, tensors, externals)
         limit_bytes = unfolded_limit(len(control), tensors) if self._is_strict else None
         return decode(
-            payload,
-            tensors,
-            externals,
-            self._resolve_value,
-            self._take_home,
-            limit_bytes,
-            self._make,
+            payload, tensors, externals, self._resolve_value, self._take_home, limit_bytes
         )
 
     def _not_its_own(self, peer: Peer, message_id: int) -> ProtocolError:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -19,9 +18,7 @@ from torchweft import knobs
 from torchweft.autograd.contexts import current_id
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
-from torchweft.engine.codec.by_value import take_apart
 from torchweft.engine.codec.functions import name_of, resolve
-from torchweft.engine.codec.makers import NO_MAKERS
 from torchweft.engine.codec.objects import Packed, pack, pack_plain
 from torchweft.engine.codec.tensors import (
     NO_MEMORY,
@@ -35,7 +32,6 @@ from torchweft.engine.codec.tensors import (
 from torchweft.engine.codec.values import encode, no_home, split_names, with_names
 from torchweft.engine.protocol.registration import why_not_by_value
 from torchweft.engine.protocol.sessions import Outgoing
-from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.engine.threads.thread_modes import check_untraced, has_modes, plain_operations
 from torchweft.engine.wire.frames import HEADER, HEADER_BYTES
 from torchweft.engine.wire.messages import (
@@ -105,10 +101,9 @@ def plain_frame(
     creation: int,
     name: bytes,
     span: bytes,
-    code: bytes,
     values: tuple[Any, ...],
     tensors: list[Tensor],
-    receiver: int,
+    main_by_name: bool,
     home_of: Callable[[Any], ReferenceId | None],
     inlines: bool,
 ) -> tuple[bytearray, bool] | Literal[False] | None:
@@ -119,10 +114,9 @@ def plain_frame(
         creation: Number of the reference that the result is for.
         name: The name of the function, or empty.
         span: The context of the span that the call carries, or empty.
-        code: The code of the function, or empty.
         values: The arguments.
         tensors: An empty list, which gets the tensors.
-        receiver: As for ``values.encode``.
+        main_by_name: As for ``values.encode``.
         home_of: As for ``values.encode``.
         inlines: Whether tensors may stand in the frame.
 
@@ -131,7 +125,7 @@ def plain_frame(
         tensors that do not stand in the frame, and for those in torch's modes, where they cannot
         be read.
     """
-    payload = encode(values, tensors, receiver, home_of)
+    payload = encode(values, tensors, main_by_name, home_of)
     if payload is None:
         return False
     inlined: Encoded | None = NO_TENSORS
@@ -140,7 +134,7 @@ def plain_frame(
     if inlined is None:
         return None
     content, requires_grad = inlined
-    head = timeout_s, creation, 0, 0, name, span, code
+    head = timeout_s, creation, 0, 0, name, span
     return bytearray(HEADER_BYTES) + encode_call(*head, (), payload, content), requires_grad
 
 
@@ -148,7 +142,6 @@ encode_whole = plain_frame if native is None else native.encode_call
 """Does as ``plain_frame``."""
 
 
-_TOGETHER = "a function in what another function captures goes by value in one pickle with it"
 _OWN = b"torchweft."
 """The beginning of the names of Weft's own functions."""
 
@@ -182,14 +175,11 @@ class Encoder:
 
     def _learn_to_encode(self, peer: Peer) -> None:
         by_name = peer.main_by_name
-        peer.receiver = int(by_name)
         if peer.registration.is_strict and not peer.is_self:
-            peer.receiver |= NO_MAKERS
             peer.pack = peer.pickle = partial(pack_plain, main_by_name=by_name)
         else:
             obstacle = why_not_by_value(self._agent.me.registration, peer.registration)
             peer.not_by_value = obstacle
-            peer.takes_code = not (obstacle or peer.is_self)
             peer.pack = partial(pack, main_by_name=by_name, not_by_value=obstacle)
             peer.pickle = partial(peer.pack, needs_pickle=True)
         owner = peer.id
@@ -234,19 +224,12 @@ class Encoder:
         flags, values = (NAMED, with_names(args, kwargs)) if kwargs else (0, tuple(args))
         # No caller waits for a remote() call or keeps its references: hand them on.
         home_of = peer.home_of if creation == NO_CREATION else no_home
-        code, sent = b"", values
-        apart = _apart(function, by_name) if name is None and peer.takes_code else None
-        if apart is not None:
-            code, captured = apart
-            if captured:
-                sent = (*captured, *values)
-                home_of = no_home  # The caller keeps its arguments, but not its function.
         head = timeout_s, creation, name or b"", span
         tensors: list[Tensor] = []
         made: tuple[bytearray, bool | None] | Literal[False] | None = None
-        if (name is not None or code) and not peer.is_self:
+        if name is not None and not peer.is_self:
             inlines = not (peer.device_maps.moves_host_of_calls or shared_ranges)
-            made = encode_whole(*head, code, sent, tensors, peer.receiver, home_of, inlines)
+            made = encode_whole(*head, values, tensors, peer.main_by_name, home_of, inlines)
         if not made:
             if has_modes():
                 check_untraced()
@@ -256,7 +239,7 @@ class Encoder:
                     return Encoder.request(self, *again)
             called = () if name is not None else (function,)
             return self._packed_request(
-                peer, kind, flags, head, values, called, code, sent, home_of, made is False
+                peer, kind, flags, head, values, called, home_of, made is False
             )
         frame, requires_grad = made
         context_id, message_id = self._placed_in_graph(peer, tensors, requires_grad)
@@ -282,8 +265,6 @@ class Encoder:
         head: tuple[float, int, bytes, bytes],
         values: tuple[Any, ...],
         called: tuple[Any, ...],
-        code: bytes,
-        sent: tuple[Any, ...],
         home_of: Callable[[Any], ReferenceId | None],
         needs_pickle: bool,
     ) -> Request:
@@ -296,23 +277,17 @@ class Encoder:
             head: Time limit, creation, name and span of the message.
             values: The values.
             called: The function, if it goes by value.
-            code: Its code, if it could be taken apart.
-            sent: The values, and those that the function captures in front of them.
             home_of: As for ``values.encode``.
-            needs_pickle: Whether ``values.encode`` is known to leave ``sent`` to pickle.
+            needs_pickle: Whether ``values.encode`` is known to leave the values to pickle.
         """
         timeout_s, creation, name, span = head
         packed = None
-        if not peer.is_self and (code or not called):
+        if not (peer.is_self or called or needs_pickle):
             tensors: list[Tensor] = []
-            payload = None if needs_pickle else encode(sent, tensors, peer.receiver, home_of)
+            payload = encode(values, tensors, peer.main_by_name, home_of)
             if payload is not None and all(map(is_dense, tensors)):
                 packed = Packed(payload, tensors, [])
-            elif code:
-                with suppress(SerializationError):
-                    packed = pack(sent, main_by_name=peer.main_by_name, not_by_value=_TOGETHER)
         if packed is None:
-            code = b""
             packed = self._pack(peer, kind, flags, name, values, called, needs_pickle)
         payload, tensors, externals = packed
         moves_host = peer.device_maps.moves_host_of_calls
@@ -329,10 +304,10 @@ class Encoder:
             frame, apart = bytearray(HEADER_BYTES), None
             if not peer.is_self:
                 numbers = timeout_s, creation, context_id, message_id
-                frame += encode_call(*numbers, name, span, code, handed, payload, content)
+                frame += encode_call(*numbers, name, span, handed, payload, content)
             if inlined is None:
                 value_head = context_id, message_id, (), 0, 0
-                call_head = timeout_s, creation, name, span, code, value_head
+                call_head = timeout_s, creation, name, span, value_head
                 apart = Apart(self._tensor_messages, peer, call_head, packed)
             return Request(self.take_back, peer, kind, flags, frame, message_id, handed, apart)
         except BaseException:
@@ -502,29 +477,6 @@ def _check_tangents(tensors: Sequence[Tensor]) -> None:
                 "a tensor has a tangent, of torch.autograd.forward_ad, which would be lost in a "
                 "call: make the dual tensor in the remote function, and return the tangent as well"
             )
-
-
-def _apart(function: Any, main_by_name: bool) -> tuple[bytes, list[Any]] | None:
-    """Returns the code of a function that goes by value, and the values that it captures.
-
-    Returns None if anything else goes by value: it may refer to the function, or share globals with
-    it, and only one pickle keeps that.
-    """
-    if type(function) is not FunctionType or function.__dict__:
-        return None
-    try:
-        parts = take_apart(function)
-    except Exception as error:
-        if is_of_handler(error):
-            raise
-        return None  # Its annotations run code of the program; the pickler reports the error.
-    if parts is None:
-        return None
-    code, captured = parts
-    for each in captured:
-        if type(each) is FunctionType and name_of(each, main_by_name) is None:
-            return None
-    return code.content, captured
 
 
 def _own_parameters(name: bytes) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ import torch
 
 from torchweft.arguments import did_you_mean, kind_of
 from torchweft.autograd.contexts import enter, set_current_id
-from torchweft.engine.codec.by_value import Code, received
 from torchweft.engine.codec.exceptions import pack_error, unpack_error
 from torchweft.engine.codec.functions import describe, resolve
 from torchweft.engine.codec.registry import remotely_callable
@@ -238,11 +237,7 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     flags = frame.flags
     control: Any = frame.control
     is_local = type(control) is LocalMessage
-    remaining_s, creation, name, _, content, head = (
-        control.head if is_local else decode_call(control)
-    )
-    if content and worker.reader.is_strict:
-        raise ProtocolError("a call brings code, and this worker takes none")
+    remaining_s, creation, name, _, head = control.head if is_local else decode_call(control)
     message = worker.tensor_messages.read(frame) if flags & TABLES else None
     del frame
     call.function, call.context_id = name, (context_id := head[0])
@@ -252,8 +247,7 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         return
     if message is not None and not _fetch(worker, peer, call, head, message):
         return
-    code = received(content) if content else None
-    was_slow = code.is_slow if code is not None else not name or name in worker.slow
+    was_slow = not name or name in worker.slow
     if was_slow:
         worker.agent.reactor.arm_all()
     entered_id = 0
@@ -277,7 +271,7 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         if name:
             function = resolve(name) if is_local else worker.reader.resolve(name)
         else:
-            function, values = _by_value(worker, call, code, values)
+            function, values = _by_value(worker, call, values)
         result = function(*values, **kwargs)
         del values, kwargs
     except BaseException as error:
@@ -287,28 +281,21 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     finally:
         worker.serving.pop(get_ident(), None)
         is_slow = time.monotonic() - began_s > SLOW_S
-        if code is not None:
-            code.is_slow = is_slow
-        elif was_slow != is_slow:
+        if was_slow != is_slow:
             worker.slow.note(name, was_slow=was_slow)
 
 
 def _by_value(
-    worker: Worker, call: Call, code: Code | None, values: tuple[Any, ...]
+    worker: Worker, call: Call, values: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns the function of a call that has no name for it, and the arguments."""
-    function: Callable[..., Any]
-    if code is not None:
-        function, values = worker.reader.bind(code, values)
-    elif values:
-        function, *rest = values
-        values = tuple(rest)
-        if not call.peer.is_self:
-            worker.reader.check_called(function)
-    else:
+    if not values:
         raise ProtocolError("a call has neither a name nor a function")
+    function = values[0]
+    if not call.peer.is_self:
+        worker.reader.check_called(function)
     call.function = function
-    return function, values
+    return function, values[1:]
 
 
 def _fetch(worker: Worker, peer: Peer, call: Call, head: ValueHead, message: TensorMessage) -> bool:

@@ -145,10 +145,9 @@ class Grammar:
         elif choice < 0.2:
             content, flags = self.value(3), chance.choice((0, NAMED))
         span = b"" if chance.random() < 0.95 else chance.randbytes(20)
-        code = b"" if chance.random() < 0.99 else chance.randbytes(20)
         payload, tensors = self._payload(content)
         head = (self._seconds(), self._creation(), *self._context())
-        front = encode_call(*head, name, span, code, tuple(self._handed), payload)
+        front = encode_call(*head, name, span, tuple(self._handed), payload)
         return self._with_tensors(Kind.CALL, flags, self._number(), front, tensors)
 
     def _with_tensors(

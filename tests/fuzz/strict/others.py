@@ -112,7 +112,7 @@ class Others:
         message_id = (self._me << WORKER_SHIFT) | 1
         name = _PROGRAM + b"identity"
         inside = self._inside[1]
-        head = (30.0, NO_CREATION, 0, message_id, name, b"", b"", ())
+        head = (30.0, NO_CREATION, 0, message_id, name, b"", ())
         return _frame(Kind.CALL, 0, 0, encode_call(*head, self._of_tensors, inside))
 
     def gradients_of(self, message_id: int, context_id: int, pass_id: int) -> bytes:
@@ -252,7 +252,7 @@ class Others:
         inside = b""
         if not handed and self._any(1):
             payload, inside = self._of_tensors, self._inside[self._any(16) % 3]
-        head = (30.0, creation, context_id, message_id, name, b"", b"", handed)
+        head = (30.0, creation, context_id, message_id, name, b"", handed)
         number = self._number_of_call() if creation == NO_CREATION else 0
         return _frame(Kind.CALL, 0, number, encode_call(*head, payload, inside))
 

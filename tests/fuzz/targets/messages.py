@@ -60,10 +60,10 @@ def _value(data: memoryview) -> bytes:
 def _call(data: memoryview) -> bytes:
     if native is not None:
         _check_twin(data)
-    remaining_s, creation, name, span, code, value = decode_call(data)
+    remaining_s, creation, name, span, value = decode_call(data)
     context_id, message_id, references, start, end = value
     assert start <= end <= len(data)
-    head = (remaining_s, creation, context_id, message_id, name, span, code, references)
+    head = (remaining_s, creation, context_id, message_id, name, span, references)
     return encode_call(*head, bytes(data[start:end]), bytes(data[end:]))
 
 
@@ -122,9 +122,9 @@ def _value_seed(value: object) -> bytes:
 def seeds() -> list[bytes]:
     """Returns two messages for every decoder."""
     handed = HandedReference(ReferenceId(1, 2, 3), 4)
-    call = encode_call(1.5, 2, 3, 4, b"module:name", b"", b"", (handed, handed), b"payload")
-    by_value = encode_call(1.5, NO_CREATION, 3, 4, b"", b"traceparent:0", b"code", (), b"payload")
-    simple = encode_call(math.inf, NO_CREATION, 0, 0, b"", b"", b"", (), b"")
+    call = encode_call(1.5, 2, 3, 4, b"module:name", b"", (handed, handed), b"payload")
+    by_value = encode_call(1.5, NO_CREATION, 3, 4, b"", b"traceparent:0", (), b"payload")
+    simple = encode_call(math.inf, NO_CREATION, 0, 0, b"", b"", (), b"")
     reply = encode_reply(3, 4, (handed,), b"payload")
     return [
         b"\0" + call + encode_tables(b"table", b"channels"),

@@ -162,7 +162,7 @@ def seeds() -> list[bytes]:
     assert simple is not None
     assert inlined is not None
     inside = inlined[0]
-    call = (1.0, 2, 3, 4, b"module:name", b"traceparent:00-1", b"code", (handed,))
+    call = (1.0, 2, 3, 4, b"module:name", b"traceparent:00-1", (handed,))
     reply = (3, 4, (handed,))
     name = codec.PassName(1, 7, 2, PassMode())
     gradients = Gradients(8, [], Progress([3], [4], [], [5]))

@@ -9,7 +9,6 @@ import marshal
 import random
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,17 +22,9 @@ from tests.unit.engine.worker.group import wait_until
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from torchweft import knobs
 from torchweft.engine.codec import by_value
-from torchweft.engine.codec.by_value import Code, take_apart
-from torchweft.engine.codec.objects import pack
-from torchweft.engine.wire.frames import encode_frame
-from torchweft.engine.wire.messages import (
-    NAMED,
-    NO_CREATION,
-    Kind,
-    encode_call,
-)
+from torchweft.engine.codec.by_value import Code
 from torchweft.engine.worker.calls import PendingCall
-from torchweft.errors import CallCancelled, ProtocolError, QueueFull, SerializationError
+from torchweft.errors import CallCancelled, QueueFull, SerializationError
 from torchweft.rpc import calls, observed
 from torchweft.rpc.functions import async_execution
 
@@ -305,33 +296,6 @@ def test_a_module_that_the_callee_lacks_is_its_answer(
     assert local.sync(function) == "only_there"
 
 
-def test_values_that_do_not_fit_the_code_are_the_answer(local: Pair) -> None:
-    number = 1
-    local.sync(lambda: number)
-    code = take_apart(lambda: number)[0].content  # type: ignore[index, arg-type]
-    answers: list[BaseException] = []
-    local.callee.reply_error = lambda *answer: answers.append(answer[2])  # type: ignore[method-assign]
-    contents = ((NAMED, ()), (0, ()), (0, 1), (NAMED, (1, ("a",))))
-    for number, (flags, content) in enumerate(contents, 100):
-        payload = pack(content, main_by_name=True).payload
-        control = encode_call(5.0, NO_CREATION, 0, 0, b"", b"", code, (), payload)
-        frame = encode_frame(Kind.CALL, flags, number, control)
-        local.caller.agent.sender.send(local.peer, frame)
-    wait_until(lambda: len(answers) == 4)
-
-
-def test_code_that_is_none_is_the_answer(local: Pair) -> None:
-    local.sync(len, [])
-    answers: list[BaseException] = []
-    local.callee.reply_error = lambda *answer: answers.append(answer[2])  # type: ignore[method-assign]
-    payload = pack((), main_by_name=True).payload
-    for number, code in enumerate((b"", b"no code", marshal.dumps(3)), 100):
-        control = encode_call(5.0, NO_CREATION, 0, 0, b"", b"", code, (), payload)
-        local.caller.agent.sender.send(local.peer, encode_frame(Kind.CALL, 0, number, control))
-    wait_until(lambda: len(answers) == 3)
-    assert [type(each) for each in answers] == [ProtocolError] + [SerializationError] * 2
-
-
 # Many threads, evictions, losses
 
 
@@ -429,16 +393,6 @@ def test_a_full_queue_counts_the_code_of_waiting_calls() -> None:
 
 
 # What is known of a function
-
-
-def test_whether_a_function_is_slow_is_known_by_its_code(local: Pair) -> None:
-    function = lambda s: time.sleep(s)  # noqa: E731
-    content = take_apart(function)[0].content  # type: ignore[index, arg-type]
-    for duration_s in (0.0, 0.01, 0.0):
-        local.sync(function, duration_s)
-        code = by_value.received(content)
-        while code.is_slow != (duration_s > 0):  # A busy machine makes some calls slow.
-            local.sync(function, duration_s)
 
 
 def test_a_report_names_calls_that_wait(local: Pair) -> None:

@@ -34,7 +34,7 @@ calls = st.builds(
     st.integers(NO_CREATION - 1, 2**63 - 1),
     numbers,
     numbers,
-    *(sections, sections, sections),
+    *(sections, sections),
     st.sampled_from([(), (), (HANDED,)]),
     *(sections, sections),
 )

@@ -239,7 +239,7 @@ def answer(
 ) -> BaseException | None:
     """Returns the error that answers a call with content that Weft did not encode."""
     packed = pack_freely(content)
-    front = encode_call(5.0, NO_CREATION, 0, 0, name, b"", b"", (), packed.payload)
+    front = encode_call(5.0, NO_CREATION, 0, 0, name, b"", (), packed.payload)
     errors: list[BaseException] = []
     world.worker.reply_error = lambda peer, number, error: errors.append(error)  # type: ignore[method-assign]
     if by_tables:
@@ -290,7 +290,7 @@ def test_content_that_is_no_arguments_is_answered_with_an_error(world: World) ->
 
 def test_tensors_that_are_malformed_answer_the_call_or_end_the_connection(world: World) -> None:
     identity = f"{program.__name__}:identity".encode()
-    front = encode_call(5.0, NO_CREATION, 0, 0, identity, b"", b"", (), b"")
+    front = encode_call(5.0, NO_CREATION, 0, 0, identity, b"", (), b"")
     for control, flags in ((front + b"\xff" * 9, 0), (front, TABLES)):
         errors: list[BaseException] = []
         world.worker.reply_error = lambda peer, number, error: errors.append(error)  # type: ignore[method-assign]  # noqa: B023
@@ -348,9 +348,3 @@ def test_a_function_in_a_call_is_registered(world: World) -> None:
 def test_a_verdict_in_another_encoding_has_no_codec_imported(world: World) -> None:
     told = json.dumps({"a": 1}).encode("utf-32-le")
     assert isinstance(world.receive(Frame(Kind.VERDICT, 0, 0, told, ())), ProtocolError)
-
-
-def test_a_strict_worker_takes_no_code(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    control = encode_call(5.0, NO_CREATION, 0, 0, b"", b"", b"code", (), b"")
-    assert world.receive(Frame(Kind.CALL, 0, 7, control, ())) is not None
-    assert "brings code" in caplog.text

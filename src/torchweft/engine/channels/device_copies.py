@@ -483,13 +483,13 @@ class Uploads:
     def _lock_pages(self, address: int, device: torch.device) -> None:
         """Page-locks the slab of a copy's source, if that is useful and possible."""
         slab = self._pool.slab_at(address)
-        if slab is None or slab.unlock is not None or not self._pool.keeps(slab):
+        if slab is None or PageLock in slab.attached or not self._pool.keeps(slab):
             return
         with self._lock:
-            if slab.unlock is None:
+            if PageLock not in slab.attached:
                 lock = self._locks.lock(slab.address, slab.size_bytes, device)
                 if isinstance(lock, PageLock):
-                    slab.unlock = lock.release
+                    slab.attached[PageLock] = lock
 
 
 def copy_to_devices(

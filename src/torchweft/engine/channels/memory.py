@@ -10,16 +10,10 @@ slab would come back while a tensor still uses it. But all views keep the object
 *exports* the memory. So every lease makes its own exporter, a numpy array of the right length, and
 watches it.
 
-Large memory is copied together with a helper thread if a core is free; that of other processes as
-well. ``process_vm_readv`` copies between two address spaces in one system call, and ctypes lets
-other Python threads run meanwhile. Its cost is pinning the source's pages, about 0.2 us each, more
-than copying them. Pinning gains from a second thread if a core is free (16 MiB: 13 GB/s with one
-thread, 20 with two).
-
-The helper serves both kinds of copies: out of another process's memory, and into memory shared with
-it. The two threads take pieces in turn, so that neither waits long for a thread without a
-processor. The helper is kept off its caller's core: the scheduler tends to wake a thread on its
-waker's core, where the two would only alternate.
+Large memory is copied together with a helper thread if a core is free. The two threads take pieces
+in turn, so that neither waits long for a thread without a processor. The helper is kept off its
+caller's core: the scheduler tends to wake a thread on its waker's core, where the two would only
+alternate.
 
 If no core is free the helper does harm: it holds a piece while it waits for a processor. So the
 caller looks for a free core after it has copied the first piece alone. By then the thread that just
@@ -51,7 +45,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -82,13 +76,13 @@ class Slab:
     """One mapping, faulted in.
 
     Attributes:
-        unlock: Ends its page lock, if it has one.
+        attached: Objects that end before its memory does: its page lock, and its registrations.
     """
 
-    __slots__ = ("__weakref__", "idle_since_s", "memory", "size_bytes", "unlock")
+    __slots__ = ("__weakref__", "attached", "idle_since_s", "memory", "size_bytes")
 
     def __init__(self, size_bytes: int) -> None:
-        self.unlock: Callable[[], None] | None = None
+        self.attached: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
         self.size_bytes = size_bytes
         self.idle_since_s = 0.0
         self.memory = _map(size_bytes)
@@ -100,8 +94,7 @@ class Slab:
 
     def __del__(self) -> None:
         # Before the memory goes. The pool drops slabs outside of its lock.
-        if self.unlock is not None:
-            self.unlock()
+        self.attached.clear()
 
 
 class _Watch(weakref.ref[Bytes]):
@@ -199,10 +192,6 @@ class IdleSlabs(Generic[S]):
                 size_bytes -= taken[-1].size_bytes
         self.size_bytes -= sum(slab.size_bytes for slab in taken)
         return taken
-
-    def sizes(self) -> list[int]:
-        """Returns the sizes of slabs that are idle, in ascending order."""
-        return sorted(size_bytes for size_bytes, slabs in self._by_size.items() if slabs)
 
 
 class Budget:
@@ -399,36 +388,6 @@ def madvise(address: int, size_bytes: int, advice: int) -> int:
 
 PIECE_BYTES = 2 << 20
 
-Step = Callable[[int, int], None]
-"""Copies one piece, given its offset and size, without holding the interpreter lock."""
-
-
-_REASONS = {
-    errno.EPERM: "the kernel does not permit it (see ptrace(2), access mode)",
-    errno.ESRCH: "no such process",
-    errno.EFAULT: "nothing is mapped there",
-    errno.ENOSYS: "the kernel, or a filter, has no such call",
-}
-
-
-class _Range(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("size_bytes", ctypes.c_size_t))
-
-
-unavailable = "" if hasattr(_libc, "process_vm_readv") else "this system has no process_vm_readv"
-"""Why this process cannot pull from any other; empty if it can."""
-
-if not unavailable:
-    _libc.process_vm_readv.restype = ctypes.c_ssize_t
-    _libc.process_vm_readv.argtypes = (
-        ctypes.c_int,
-        ctypes.POINTER(_Range),
-        ctypes.c_ulong,
-        ctypes.POINTER(_Range),
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    )
-
 
 def address_of(buffer: memoryview) -> int:
     """Returns the start address of contiguous, non-empty memory."""
@@ -438,77 +397,44 @@ def address_of(buffer: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def pull(pid: int, address: int, into: memoryview) -> None:
-    """Copies from another process's memory, blocking, without holding the interpreter lock.
+class _Job:
+    """A large copy from its second piece on; its threads take the pieces in turn.
 
     Args:
-        pid: The process to read from.
-        address: Start address in its memory.
-        into: Writable, contiguous memory here; filled completely.
-
-    Raises:
-        OSError: Some bytes could not be read; the contents of ``into`` are undefined.
+        source: The start of the source.
+        target: The start of the target.
+        size_bytes: How much to copy.
+        keep: Keeps both memories: a helper must never write to memory that an interrupted caller
+            released.
     """
-    if into.nbytes:
-        pull_range(pid, address, address_of(into), into.nbytes)
 
-
-def pull_range(pid: int, source: int, target: int, size_bytes: int) -> None:
-    """Does the same as ``pull`` with addresses, which must be valid."""
-    if unavailable:
-        raise _error(errno.ENOSYS, pid, source, size_bytes)
-    # One call moves at most 2 GiB, and less where it meets a page that it cannot read.
-    while size_bytes:
-        here, there = _Range(target, size_bytes), _Range(source, size_bytes)
-        count = _libc.process_vm_readv(pid, here, 1, there, 1, 0)
-        if count <= 0:
-            raise _error(ctypes.get_errno() if count else errno.EFAULT, pid, source, size_bytes)
-        source, target, size_bytes = source + count, target + count, size_bytes - count
-
-
-def _error(code: int, pid: int, address: int, size_bytes: int) -> OSError:
-    reason = _REASONS.get(code, os.strerror(code))
-    text = f"cannot read {size_bytes} bytes at {address:#x} of process {pid}: {reason}"
-    return OSError(code, text)
-
-
-class _Job:
-    """A large copy from its second piece on; its threads take the pieces in turn."""
-
-    def __init__(self, size_bytes: int, step: Step) -> None:
-        self._size_bytes = size_bytes
-        # The step keeps the memory: a helper must never write to memory that an interrupted caller
-        # released.
-        self._step = step
+    def __init__(self, source: int, target: int, size_bytes: int, keep: object) -> None:
+        self._source, self._target, self._size_bytes = source, target, size_bytes
+        self._keep = keep
         self._offsets = shared_count(PIECE_BYTES, PIECE_BYTES)
         self._helper_slot = threading.Lock()
         self._helper_done = threading.Event()
-        self._helper_error: OSError | None = None
 
     def run(self) -> None:
         for offset in self._offsets:
             missing = self._size_bytes - offset
             if missing <= 0:
                 return
-            self._step(offset, min(PIECE_BYTES, missing))
+            size_bytes = min(PIECE_BYTES, missing)
+            ctypes.memmove(self._target + offset, self._source + offset, size_bytes)
 
     def help(self) -> None:
         """Takes pieces in the helper thread, unless the job has already ended."""
-        if not self._helper_slot.acquire(blocking=False):
-            return
-        try:
-            self.run()
-        except OSError as error:
-            self._helper_error = error
-        finally:
-            self._helper_done.set()
+        if self._helper_slot.acquire(blocking=False):
+            try:
+                self.run()
+            finally:
+                self._helper_done.set()
 
     def finish(self) -> None:
         """Waits for a helper that has begun; a helper that has not will skip the job."""
         if not self._helper_slot.acquire(blocking=False):
             self._helper_done.wait()
-        if self._helper_error is not None:
-            raise self._helper_error
 
 
 class Copier:
@@ -522,7 +448,6 @@ class Copier:
 
     def __init__(self, name: str = "weft-copy") -> None:
         self._name = name
-        self._shared_pull_bytes = max(knobs.SHARED_PULL_BYTES.get(), PIECE_BYTES)
         self._shared_copy_bytes = max(knobs.SHARED_COPY_BYTES.get(), PIECE_BYTES)
         self._cores = usable_cores()
         self._may_share = len(self._cores) > 1
@@ -530,22 +455,6 @@ class Copier:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._helper: threading.Thread | None = None
-
-    def pull(self, pid: int, address: int, into: memoryview) -> None:
-        """Copies from another process's memory; see ``pull``.
-
-        Raises:
-            OSError: Some bytes could not be read; the contents of ``into`` are undefined.
-        """
-        target, size_bytes = address_of(into), into.nbytes
-        if size_bytes < self._shared_pull_bytes:
-            pull_range(pid, address, target, size_bytes)
-            return
-
-        def step(offset: int, piece_bytes: int, keep: memoryview = into) -> None:
-            pull_range(pid, address + offset, target + offset, piece_bytes)
-
-        self._move(size_bytes, step)
 
     def copy(self, source: int, target: int, size_bytes: int, keep: object) -> None:
         """Copies memory from one address to another.
@@ -556,14 +465,18 @@ class Copier:
             size_bytes: How much to copy.
             keep: Keeps both memories meanwhile, also if this thread is interrupted.
         """
-        if size_bytes < self._shared_copy_bytes:
+        if size_bytes < self._shared_copy_bytes or not self._may_share:
             ctypes.memmove(target, source, size_bytes)
             return
-
-        def step(offset: int, piece_bytes: int, keep: object = keep) -> None:
-            ctypes.memmove(target + offset, source + offset, piece_bytes)
-
-        self._move(size_bytes, step)
+        ctypes.memmove(target, source, PIECE_BYTES)
+        job = _Job(source, target, size_bytes, keep)
+        if core_is_free():
+            self._ready_helper()
+            self._jobs.put(job)
+        try:
+            job.run()
+        finally:
+            job.finish()
 
     def close(self) -> None:
         """Ends the helper thread and waits for it; later copies run without it."""
@@ -573,22 +486,6 @@ class Copier:
         if helper is not None:
             self._jobs.put(None)
             helper.join()
-
-    def _move(self, size_bytes: int, step: Step) -> None:
-        if not self._may_share:
-            step(0, size_bytes)
-            return
-        step(0, PIECE_BYTES)
-        if not core_is_free():
-            step(PIECE_BYTES, size_bytes - PIECE_BYTES)
-            return
-        self._ready_helper()
-        job = _Job(size_bytes, step)
-        self._jobs.put(job)
-        try:
-            job.run()
-        finally:
-            job.finish()
 
     def _ready_helper(self) -> None:
         """Starts the helper if there is none, and keeps it off the core that this thread is on."""

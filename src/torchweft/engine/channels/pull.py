@@ -9,6 +9,8 @@ can read it. Reading may be permitted in one direction only.
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import secrets
 import struct
 from collections.abc import Sequence
@@ -17,12 +19,68 @@ from torch import Tensor
 
 from torchweft import knobs
 from torchweft.engine.channels.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
-from torchweft.engine.channels.memory import pull, unavailable
+from torchweft.engine.channels.memory import address_of
 from torchweft.engine.codec.tensors import as_memory
 from torchweft.errors import ProtocolError
 
 NONCE_BYTES = 16
 _ADDRESS = struct.Struct("<Q")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_REASONS = {
+    errno.EPERM: "the kernel does not permit it (see ptrace(2), access mode)",
+    errno.ESRCH: "no such process",
+    errno.EFAULT: "nothing is mapped there",
+    errno.ENOSYS: "the kernel, or a filter, has no such call",
+}
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("size_bytes", ctypes.c_size_t))
+
+
+unavailable = "" if hasattr(_libc, "process_vm_readv") else "this system has no process_vm_readv"
+"""Why this process cannot pull from any other; empty if it can."""
+
+if not unavailable:
+    _libc.process_vm_readv.restype = ctypes.c_ssize_t
+    _libc.process_vm_readv.argtypes = (
+        ctypes.c_int,
+        ctypes.POINTER(_Range),
+        ctypes.c_ulong,
+        ctypes.POINTER(_Range),
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    )
+
+
+def pull(pid: int, address: int, into: memoryview) -> None:
+    """Copies from another process's memory, blocking, without holding the interpreter lock.
+
+    Args:
+        pid: The process to read from.
+        address: Start address in its memory.
+        into: Writable, contiguous memory here; filled completely.
+
+    Raises:
+        OSError: Some bytes could not be read; the contents of ``into`` are undefined.
+    """
+    if unavailable:
+        raise _error(errno.ENOSYS, pid, address, into.nbytes)
+    target, size_bytes = address_of(into) if into.nbytes else 0, into.nbytes
+    # One call moves at most 2 GiB, and less where it meets a page that it cannot read.
+    while size_bytes:
+        here, there = _Range(target, size_bytes), _Range(address, size_bytes)
+        count = _libc.process_vm_readv(pid, here, 1, there, 1, 0)
+        if count <= 0:
+            raise _error(ctypes.get_errno() if count else errno.EFAULT, pid, address, size_bytes)
+        address, target, size_bytes = address + count, target + count, size_bytes - count
+
+
+def _error(code: int, pid: int, address: int, size_bytes: int) -> OSError:
+    reason = _REASONS.get(code, os.strerror(code))
+    text = f"cannot read {size_bytes} bytes at {address:#x} of process {pid}: {reason}"
+    return OSError(code, text)
 
 
 class Nonce:
@@ -99,7 +157,7 @@ class Pull(Channel):
                 raise ProtocolError(f"an address has {len(entry.content)} bytes")
             buffer = self._home.pool.lease(entry.size_bytes)
             try:
-                self._home.copier.pull(pid, _ADDRESS.unpack(entry.content)[0], buffer)
+                pull(pid, _ADDRESS.unpack(entry.content)[0], buffer)
             except OSError as error:
                 raise CannotGet(str(error)) from error
             pulled.append(buffer)

@@ -27,14 +27,14 @@ Rules that the interface sets:
 - ``work.wait`` sleeps for a millisecond at a time, so ``Transfer.query`` looks instead.
 - Operations in the order of a CUDA stream end the process if they fail. They are not used.
 
-Registering memory takes longer than reading it. So the sender copies each buffer to a *slab*, whose
-size is a power of two. The receiver reads it into a slab of its own, which then is the memory of
-the tensor. The slab that was used last is taken first, as it is the warmest. The memory comes from
-the warm pool, whose pages uploads to GPUs lock.
+Registering memory takes longer than reading it. So the sender copies each buffer to a slab of a
+warm pool, whose slabs stay registered while the pool keeps them. The receiver reads it into a slab
+of its own warm pool, which then is the memory of the tensor. A sender has a pool for each peer: the
+peer may read registered memory at any time, which must not have data for others.
 
 A slab comes back when its last view ends. At the sender its ``Staged`` has the view, until the peer
 has reported that it has the buffer, or the message is not sent. At the receiver the tensor has it.
-A slab whose transfer may still be running never comes back.
+A slab whose transfer may still be running does not come back before the transport has ended.
 """
 
 from __future__ import annotations
@@ -47,23 +47,29 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torchweft import knobs
 from torchweft.engine.channels.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
-from torchweft.engine.channels.memory import Budget, Bytes, Copier, Exporters, IdleSlabs
+from torchweft.engine.channels.memory import (
+    Budget,
+    BufferPool,
+    Copier,
+    Slab,
+    address_of,
+    slab_size,
+)
 from torchweft.engine.wire.frames import Buffer
 from torchweft.engine.wire.messages import Kind
 from torchweft.errors import ConfigurationError, ProtocolError, WeftError
 from torchweft.free_threading import shared_count
 
-Lease = Callable[[int], memoryview]
 SLAB = struct.Struct("<IQ")
 """Begins a handle: number and size of a slab. The description of the slab follows."""
 
@@ -87,11 +93,31 @@ class TransportFailed(CannotGet):
     """Memory of another host could not be read by PyTorch's transport."""
 
 
-class Registration(NamedTuple):
-    """Registered memory; the tensor keeps it."""
+class Registration:
+    """The registration of a slab at one endpoint, which the slab keeps.
 
-    tensor: Tensor
-    memory: Any
+    Attributes:
+        number: Its number at the endpoint.
+        tensor: The memory of the slab.
+        memory: The registered memory, of PyTorch.
+        description: The bytes with which the peer can read it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        tensor: Tensor,
+        memory: Any,
+        description: bytes,
+        ended: deque[tuple[Tensor, Any]],
+    ) -> None:
+        self.number, self.tensor, self.memory = number, tensor, memory
+        self.description = description
+        self._ended = ended
+
+    def __del__(self) -> None:
+        # The endpoint ends it: this may run in any thread, at any point.
+        self._ended.append((self.tensor, self.memory))
 
 
 class Transfer:
@@ -113,12 +139,15 @@ class Transfer:
             self._work.wait()
 
 
-_unclosed: list[Any] = []
-"""Transports whose transfers did not end: their memory must live as long as the process."""
+_unclosed: list[Endpoint] = []
+"""Ends whose transfers did not end: their memory must live as long as the process."""
 
 
 class Endpoint:
     """One end of a transport, for one peer and one direction. Thread-safe.
+
+    Attributes:
+        kept: Memory that transfers may still use, here or at the peer.
 
     Args:
         transport: The transport of PyTorch; owned from here on.
@@ -129,6 +158,9 @@ class Endpoint:
         self._lock = threading.RLock()  # A garbage collection may run a finalizer of the user.
         self._buffer_type: Any = None
         self._is_closed = False
+        self._numbers = shared_count(1)
+        self._ended: deque[tuple[Tensor, Any]] = deque()
+        self.kept: list[memoryview] = []
 
     def bind(self) -> bytes:
         """Returns the bytes with which the peer connects to this end."""
@@ -140,34 +172,32 @@ class Endpoint:
         with _failing("connecting"), self._lock:
             self._transport.connect(url, timeout=_CALL_LIMIT_S)
 
-    def register(self, memory: memoryview) -> Registration:
-        """Registers host memory, which is kept until ``unregister`` or ``close``."""
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        with _failing("registering memory"), self._lock:
-            self._check_open()
-            return Registration(
-                tensor, self._transport.register_memory(tensor, timeout=_CALL_LIMIT_S)
+    def register(self, slab: Slab) -> Registration:
+        """Returns the registration of a slab, made at the first time."""
+        found: Registration | None = slab.attached.get(self)
+        if found is None:
+            tensor = torch.from_numpy(slab.memory)
+            with _failing("registering memory"), self._lock:
+                self._check_open()
+                while self._ended:
+                    _, memory = self._ended.popleft()
+                    self._transport.unregister_memory(memory, timeout=_CALL_LIMIT_S)
+                memory = self._transport.register_memory(tensor, timeout=_CALL_LIMIT_S)
+                buffer = memory.to_remote_buffer(timeout=_CALL_LIMIT_S)
+                self._buffer_type = type(buffer)
+                described = bytes(buffer.serialize())
+            number = next(self._numbers)
+            found = slab.attached[self] = Registration(
+                number, tensor, memory, described, self._ended
             )
+        return found
 
-    def unregister(self, registration: Registration) -> None:
-        """Ends a registration that no transfer uses, here or at the peer."""
-        with _failing("releasing memory"), self._lock:
-            if not self._is_closed:
-                self._transport.unregister_memory(registration.memory, timeout=_CALL_LIMIT_S)
-
-    def describe(self, registration: Registration) -> bytes:
-        """Returns the bytes with which the peer can read registered memory."""
-        with _failing("describing memory"), self._lock:
-            return bytes(registration.memory.to_remote_buffer(timeout=_CALL_LIMIT_S).serialize())
-
-    def remote(self, own: Registration, description: bytes) -> Any:
-        """Decodes a description of the peer; ``own`` is any memory registered here.
+    def remote(self, description: bytes) -> Any:
+        """Decodes a description of the peer; some memory has been registered here.
 
         The type of descriptions is that of the backend, which only its own ones tell.
         """
-        with _failing("reading a description of memory"), self._lock:
-            if self._buffer_type is None:
-                self._buffer_type = type(own.memory.to_remote_buffer(timeout=_CALL_LIMIT_S))
+        with _failing("reading a description of memory"):
             return self._buffer_type.deserialize(description)
 
     def read(self, into: Registration, size_bytes: int, remote: Any, limit_s: float) -> Transfer:
@@ -191,8 +221,9 @@ class Endpoint:
             self._is_closed = True
         try:
             self._transport.close(timeout=limit_s)
+            self.kept.clear()
         except Exception:
-            _unclosed.append(self._transport)
+            _unclosed.append(self)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -262,164 +293,20 @@ def _failing(action: str) -> Iterator[None]:
         raise TransportFailed(f"{action} failed: {type(error).__name__}: {error}") from error
 
 
-class Slab:
-    """Registered memory.
-
-    Attributes:
-        number: Its number at its endpoint.
-        memory: Its memory.
-        registration: The registration.
-        size_bytes: Its size.
-        description: The bytes with which the peer can read it; empty for a slab of a receiver.
-        is_counted: Whether it is within the budget.
-        is_used_up: Whether the peer may read it for ever, so that it is not used again.
-        idle_since_s: When it came back.
-    """
-
-    def __init__(self, number: int, memory: memoryview, registration: Registration) -> None:
-        self.number = number
-        self.memory: Bytes = np.frombuffer(memory, dtype=np.uint8)
-        self.registration = registration
-        self.size_bytes = memory.nbytes
-        self.description = b""
-        self.is_counted = self.is_used_up = False
-        self.idle_since_s = 0.0
-
-
 class Staged(Handle):
-    """A copy of a buffer in a slab, kept until the peer has read it, or is lost."""
+    """A copy of a buffer in registered memory, kept until the peer has read it, or is lost."""
 
-    __slots__ = ("_slab",)
+    __slots__ = ("_endpoint",)
 
-    def __init__(self, slab: Slab, memory: memoryview) -> None:
-        content = SLAB.pack(slab.number, slab.size_bytes) + slab.description
+    def __init__(self, endpoint: Endpoint, own: Registration, memory: memoryview) -> None:
+        content = SLAB.pack(own.number, own.tensor.numel()) + own.description
         super().__init__(content, memory.nbytes, memory)
-        self._slab = slab
+        self._endpoint = endpoint
 
     def memory(self) -> memoryview:
         """Returns the copy. The slab is not used again: the peer may still be reading it."""
-        self._slab.is_used_up = True
+        self._endpoint.kept.append(self.kept)
         return super().memory()
-
-
-class Slabs:
-    """The slabs of one endpoint. Thread-safe.
-
-    Those within the budget stay registered as long as the endpoint is open. Without room in it a
-    buffer takes another channel, or is read into a slab that is released when it comes back.
-
-    Args:
-        endpoint: Registers them.
-        lease: Leases memory of the warm pool.
-        budget: The registered memory of the worker.
-    """
-
-    def __init__(self, endpoint: Endpoint, lease: Lease, budget: Budget) -> None:
-        self._endpoint = endpoint
-        self._lease = lease
-        self._budget = budget
-        self._smallest_bytes = knobs.RDMA_FROM_BYTES.get()
-        self._numbers = shared_count(1)
-        self._lock = threading.RLock()  # A garbage collection may run a finalizer of the user.
-        self._lent = Exporters[Slab]()
-        self._idle = IdleSlabs[Slab]()
-        self._counted_bytes = 0
-        self._is_closed = False
-
-    def size_for(self, size_bytes: int) -> int:
-        """Returns the size of the slab for a buffer."""
-        return 1 << (max(size_bytes, self._smallest_bytes, 1) - 1).bit_length()
-
-    def put(self, buffer: Tensor, copier: Copier) -> Staged | None:
-        """Copies a buffer to a slab that the peer can read; returns None if no memory is left.
-
-        Raises:
-            TransportFailed: No slab can be registered.
-        """
-        slab_bytes = self.size_for(buffer.nbytes)
-        slab = self._take(slab_bytes)
-        if slab is None and self._count(slab_bytes):
-            try:
-                slab = self._make(slab_bytes)
-                slab.description = self._endpoint.describe(slab.registration)
-            except BaseException:
-                with self._lock:
-                    if not self._is_closed:
-                        self._counted_bytes -= slab_bytes
-                        self._budget.free(slab_bytes)
-                raise
-            slab.is_counted = True
-        elif slab is None:
-            with self._lock:
-                larger = [size for size in self._idle.sizes() if size > slab_bytes]
-            slab = next(filter(None, map(self._take, larger)), None)
-        if slab is None:
-            return None
-        staged = Staged(slab, self.lend(slab, buffer.nbytes))
-        target = slab.registration.tensor
-        copier.copy(buffer.data_ptr(), target.data_ptr(), buffer.nbytes, (buffer, target))
-        return staged
-
-    def take(self, size_bytes: int) -> Slab:
-        """Returns a slab to read a buffer into.
-
-        Raises:
-            TransportFailed: No slab can be registered.
-            MemoryError: The system has no memory left.
-        """
-        slab_bytes = self.size_for(size_bytes)
-        slab = self._take(slab_bytes)
-        if slab is None:
-            slab = self._make(slab_bytes)
-            slab.is_counted = self._count(slab_bytes)
-        return slab
-
-    def lend(self, slab: Slab, size_bytes: int) -> memoryview:
-        """Returns the start of a slab, which comes back when the last view of it has ended."""
-        exporter = slab.memory[:size_bytes]
-        self._lent.add(exporter, slab)
-        return exporter.data
-
-    def give_back(self, slab: Slab) -> None:
-        """Takes back a slab that no transfer uses; ends its registration beyond the budget."""
-        if slab.is_used_up:
-            return
-        if not slab.is_counted:
-            self._endpoint.unregister(slab.registration)
-            return
-        with self._lock:
-            if not self._is_closed:
-                self._idle.add(slab)
-
-    def close(self) -> None:
-        """Forgets all slabs, which are not registered any more, or will not be."""
-        with self._lock:
-            self._is_closed = True
-            counted_bytes, self._counted_bytes = self._counted_bytes, 0
-            self._idle = IdleSlabs()
-        self._budget.free(counted_bytes)
-
-    def _settle(self) -> None:
-        for slab in self._lent.take_ended():
-            self.give_back(slab)
-
-    def _take(self, slab_bytes: int) -> Slab | None:
-        """Takes an idle slab of that size, if there is one."""
-        self._settle()
-        with self._lock:
-            return self._idle.take(slab_bytes)
-
-    def _make(self, size_bytes: int) -> Slab:
-        memory = self._lease(size_bytes)
-        return Slab(next(self._numbers), memory, self._endpoint.register(memory))
-
-    def _count(self, size_bytes: int) -> bool:
-        """Reserves memory for a slab; returns False beyond the budget, and after ``close``."""
-        with self._lock:
-            if self._is_closed or not self._budget.reserve(size_bytes):
-                return False
-            self._counted_bytes += size_bytes
-            return True
 
 
 # The channel
@@ -429,24 +316,43 @@ class _Way:
     """The way to one peer, or from it.
 
     Attributes:
-        slabs: The slabs of its endpoint.
+        endpoint: This side's end of the transport.
+        pool: The memory that is registered for it.
         trial: The digest of what the peer is to read; empty until it is told to.
-        staged: The slab of the trial.
+        staged: The memory of the trial.
         is_proven: Whether the trial has passed.
         failure: Why it is not used any more.
     """
 
-    def __init__(self, endpoint: Endpoint, lease: Lease, budget: Budget) -> None:
+    def __init__(self, endpoint: Endpoint, pool: BufferPool) -> None:
         self.endpoint = endpoint
-        self.slabs = Slabs(endpoint, lease, budget)
+        self.pool = pool
         self.trial = b""
         self.staged: Staged | None = None
         self.is_proven = False
         self.failure = ""
         self._remotes: dict[int, Any] = {}
 
-    def read(self, entry: Entry, into: Slab, limit_s: float) -> Transfer:
-        """Begins to read a slab of the peer."""
+    def lease(self, size_bytes: int) -> tuple[memoryview, Registration]:
+        """Returns registered memory; its slab comes back when the last view of it has ended.
+
+        Raises:
+            TransportFailed: It cannot be registered.
+            MemoryError: The system has no memory left.
+        """
+        memory = self.pool.lease(size_bytes)
+        slab = self.pool.slab_at(address_of(memory))
+        assert slab is not None
+        return memory, self.endpoint.register(slab)
+
+    def stage(self, buffer: Tensor, copier: Copier) -> Staged:
+        """Copies a buffer to memory that the peer can read; raises as ``lease``."""
+        memory, own = self.lease(buffer.nbytes)
+        copier.copy(buffer.data_ptr(), address_of(memory), buffer.nbytes, (buffer, memory))
+        return Staged(self.endpoint, own, memory)
+
+    def read(self, entry: Entry, into: Registration, limit_s: float) -> Transfer:
+        """Begins to read memory of the peer."""
         number, slab_bytes = _slab_in(entry.content)
         if slab_bytes < entry.size_bytes:
             raise ProtocolError(
@@ -454,14 +360,8 @@ class _Way:
             )
         remote = self._remotes.get(number)
         if remote is None:
-            remote = self.endpoint.remote(into.registration, entry.content[SLAB.size :])
-            self._remotes[number] = remote
-        return self.endpoint.read(into.registration, entry.size_bytes, remote, limit_s)
-
-    def close(self, limit_s: float) -> None:
-        """Ends the transport, and forgets its slabs. Blocks until ``limit_s`` at most."""
-        self.endpoint.close(limit_s)
-        self.slabs.close()
+            remote = self._remotes[number] = self.endpoint.remote(entry.content[SLAB.size :])
+        return self.endpoint.read(into, entry.size_bytes, remote, limit_s)
 
 
 _Ways = dict[int, _Way | None]
@@ -486,7 +386,8 @@ class Rdma(Channel):
         super().__init__(home)
         self.from_bytes = knobs.RDMA_FROM_BYTES.get()
         self._own_obstacle = own_obstacle()
-        self._budget = Budget(knobs.RDMA_LIMIT_BYTES.get())
+        self._limit_bytes = knobs.RDMA_LIMIT_BYTES.get()
+        self._budget = Budget(self._limit_bytes)
         self._way_limit = knobs.RDMA_WAYS.get()
         self._least_rate = 0.0 if is_forced() else knobs.RDMA_LEAST_RATE.get()
         self._trial_s = knobs.RDMA_TRIAL_S.get()
@@ -525,13 +426,23 @@ class Rdma(Channel):
         handles: list[Handle | None] = [None] * len(buffers)
         try:
             for position, buffer in enumerate(buffers):
-                if buffer.nbytes >= self.from_bytes:
-                    handles[position] = sending.slabs.put(buffer, self._home.copier)
+                if buffer.nbytes >= self.from_bytes and self._budget.reserve(buffer.nbytes):
+                    handles[position] = self._stage(sending, buffer)
         except MemoryError:
             pass
         except TransportFailed as error:
             self._fail_sending(peer, str(error))
         return handles
+
+    def _stage(self, sending: _Way, buffer: Tensor) -> Staged:
+        """Copies a buffer within the budget, which gets its bytes back with the copy."""
+        try:
+            staged = sending.stage(buffer, self._home.copier)
+        except BaseException:
+            self._budget.free(buffer.nbytes)
+            raise
+        self._budget.free_with(staged.kept.obj, buffer.nbytes)
+        return staged
 
     def _reserve(self, peer: Peer, ways: _Ways) -> str:
         """Reserves a way for a peer; returns why there cannot be one."""
@@ -543,20 +454,21 @@ class Rdma(Channel):
             ways[peer.id] = None
         return ""
 
-    def _open(self, peer: Peer, ways: _Ways) -> _Way:
+    def _open(self, peer: Peer, ways: _Ways, pool: BufferPool) -> _Way:
         """Opens this side's end of a reserved way; a backend may take a second to start."""
-        way = _Way(open_endpoint(), self._home.pool.lease, self._budget)
+        way = _Way(open_endpoint(), pool)
         with self._lock:
             if peer.id in ways:
                 ways[peer.id] = way
                 return way
-        way.close(_CLOSE_LIMIT_S)
+        way.endpoint.close(_CLOSE_LIMIT_S)
         raise TransportFailed("the peer is lost, or this worker shuts down")
 
     def _offer(self, peer: Peer, _: object) -> None:
         with self._home.reactor.idling():
             try:
-                self._tell(peer, OFFER, self._open(peer, self._sending).endpoint.bind())
+                way = self._open(peer, self._sending, BufferPool(self._limit_bytes))
+                self._tell(peer, OFFER, way.endpoint.bind())
             except TransportFailed as error:
                 self._fail_sending(peer, str(error))
 
@@ -601,7 +513,7 @@ class Rdma(Channel):
         obstacle = self._reserve(peer, self._receiving)
         if obstacle:
             raise TransportFailed(obstacle)
-        endpoint = self._open(peer, self._receiving).endpoint
+        endpoint = self._open(peer, self._receiving, self._home.pool).endpoint
         own = endpoint.bind()
         endpoint.connect(url)
         return own
@@ -648,14 +560,11 @@ class Rdma(Channel):
 
     def _trial(self, sending: _Way) -> bytes:
         """Fills a slab with random bytes; returns the handle with which the receiver reads it."""
-        slabs = sending.slabs
-        content = bytearray(os.urandom(slabs.size_for(1)))
-        staged = slabs.put(torch.frombuffer(content, dtype=torch.uint8), self._home.copier)
-        if staged is None:
-            raise TransportFailed("the limit of registered memory leaves no room for a trial")
-        sending.staged = staged
+        content = bytearray(os.urandom(slab_size(self.from_bytes)))  # A whole slab.
+        buffer = torch.frombuffer(content, dtype=torch.uint8)
+        sending.staged = sending.stage(buffer, self._home.copier)
         sending.trial = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
-        return staged.content
+        return sending.staged.content
 
     def _judge(self, peer: Peer, sending: _Way, digest: bytes) -> None:
         if digest != sending.trial:
@@ -690,23 +599,20 @@ class Rdma(Channel):
     ) -> list[memoryview]:
         if receiving.failure:
             raise TransportFailed(receiving.failure)
-        slabs = receiving.slabs
-        transfers: list[tuple[Slab, Transfer]] = []
+        buffers: list[memoryview] = []
+        transfers: list[Transfer] = []
         try:
             for entry in entries:
-                slab = slabs.take(entry.size_bytes)
-                # If this raises, the slab is not used again: a transfer may have begun.
-                transfers.append((slab, receiving.read(entry, slab, limit_s)))
-            self._home.wait_for(peer, [transfer for _, transfer in transfers], limit_s)
-            for _, transfer in transfers:
+                buffer, registration = receiving.lease(entry.size_bytes)
+                buffers.append(buffer)
+                transfers.append(receiving.read(entry, registration, limit_s))
+            self._home.wait_for(peer, transfers, limit_s)
+            for transfer in transfers:
                 transfer.check()
         except BaseException:
-            _give_back_ended(slabs, transfers)
+            receiving.endpoint.kept += buffers  # Transfers may go on, also one that has raised.
             raise
-        return [
-            slabs.lend(slab, entry.size_bytes)
-            for (slab, _), entry in zip(transfers, entries, strict=True)
-        ]
+        return buffers
 
     def _stop_receiving(self, peer: Peer, reason: str) -> None:
         with self._lock:
@@ -717,6 +623,11 @@ class Rdma(Channel):
                 receiving.failure = receiving.failure or reason
 
     # Housekeeping
+
+    def tick(self, now_s: float) -> None:
+        for way in list(self._sending.values()):
+            if way is not None:
+                way.pool.trim(self._home.idle_s)
 
     def lost(self, peer: Peer) -> None:
         """Ends the transports with a lost worker, as a task: that waits for their transfers."""
@@ -746,14 +657,4 @@ class Rdma(Channel):
 
 def _close(ways: Sequence[_Way], deadline_s: float) -> None:
     for way in ways:
-        way.close(max(deadline_s - time.monotonic(), 0.0))
-
-
-def _give_back_ended(slabs: Slabs, transfers: Sequence[tuple[Slab, Transfer]]) -> None:
-    """Takes back the slabs of transfers that have ended; the others are never used again."""
-    for slab, transfer in transfers:
-        try:
-            if transfer.query():
-                slabs.give_back(slab)
-        except TransportFailed:
-            pass  # Unknown whether it has ended.
+        way.endpoint.close(max(deadline_s - time.monotonic(), 0.0))

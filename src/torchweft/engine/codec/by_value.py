@@ -37,7 +37,7 @@ from torchweft.engine.codec.functions import (
     load_module,
 )
 from torchweft.engine.threads.interrupts import is_of_handler
-from torchweft.errors import ProtocolError, SerializationError, WeftError
+from torchweft.errors import SerializationError, WeftError
 
 _LAYOUTS_LIMIT = 4
 _MOST_KEPT = 512
@@ -66,14 +66,12 @@ class Code:
 
     Attributes:
         loaded: The parts that the receiver makes of it; None before.
-        is_slow: Whether the last function made of it took long; see ``SlowFunctions``.
     """
 
-    __slots__ = ("content", "is_slow", "loaded")
+    __slots__ = ("content", "loaded")
 
     def __init__(self, content: bytes) -> None:
         self.content = content
-        self.is_slow = True
         self.loaded: Any = None
 
     def __reduce__(self) -> Any:
@@ -280,13 +278,9 @@ class Layout(NamedTuple):
 
 
 class Loaded:
-    """The parts of which functions are made.
+    """The parts of which functions are made."""
 
-    Attributes:
-        count: The number of values that each function captures.
-    """
-
-    __slots__ = ("_attributes", "_cells", "_code", "_globals", "_layout", "_name", "count")
+    __slots__ = ("_attributes", "_cells", "_code", "_globals", "_layout", "_name")
 
     def __init__(self, code: CodeType, layout: Layout) -> None:
         self._code, self._layout = code, layout
@@ -299,8 +293,6 @@ class Loaded:
         for module in layout.submodules:
             _module(module)
         self._cells = [None if module is None else _module(module) for module in layout.cells]
-        counts = len(layout.names), layout.cells.count(None), max(layout.default_count, 0)
-        self.count = sum(counts) + len(layout.keywords or ()) + len(layout.annotated)
         self._attributes: list[tuple[str, Any]] = []
         plain = self.make({})
         made = zip(_OWN_TEXTS, layout.texts, strict=True)
@@ -369,30 +361,6 @@ def not_rebuilt(error: Exception) -> Exception:
     made = SerializationError(text)
     made.__cause__ = error
     return made
-
-
-def bind(code: Code, values: tuple[Any, ...]) -> tuple[FunctionType, tuple[Any, ...]]:
-    """Makes a function of its code and the captured values in front of its arguments.
-
-    Returns:
-        The function and its arguments.
-
-    Raises:
-        SerializationError: A module that it uses cannot be imported here.
-        ProtocolError: There are too few values.
-    """
-    loaded = code.loaded
-    if loaded is None:
-        try:
-            loaded = load(code)
-        except Exception as error:
-            raise not_rebuilt(error)  # noqa: B904
-    count = loaded.count
-    if len(values) < count:
-        raise ProtocolError(f"a function captures {count} values, and {len(values)} came")
-    function = loaded.make({})
-    loaded.fill(function, values[:count])
-    return function, values[count:]
 
 
 def make_function(code: Code, values: dict[str, Any]) -> FunctionType:

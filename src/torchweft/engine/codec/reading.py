@@ -35,12 +35,10 @@ from torchweft.engine.codec import (
     by_value,
     exceptions,
     functions,
-    makers,
     objects,
     registry,
     values,
 )
-from torchweft.engine.codec.by_value import Code
 from torchweft.engine.codec.functions import (
     describe,
     import_module,
@@ -62,9 +60,7 @@ class Reader:
         is_strict: Whether it refuses all pickles.
         resolve: Returns the function with a name that is called.
         resolve_value: Returns the function or class with a name that is a value.
-        make: Makes an object of a name and arguments; see ``makers``.
         method_of: Returns the method of a value of this worker that another worker asks for.
-        bind: Does the same as ``by_value.bind``.
         unpack: Does the same as ``objects.unpack``.
         unpack_error: Does the same as ``exceptions.unpack_error``.
     """
@@ -73,9 +69,7 @@ class Reader:
     is_strict = False
     resolve: Callable[[bytes], Any] = staticmethod(functions.resolve)
     resolve_value: Callable[[bytes], Any] = staticmethod(functions.resolve)
-    make: Callable[[bytes, object], Any] = staticmethod(makers.made_of)
     method_of: Callable[[Any, str], Any] = staticmethod(getattr)
-    bind: Callable[[Code, Any], tuple[Any, tuple[Any, ...]]] = staticmethod(by_value.bind)
     unpack: Callable[..., Any] = staticmethod(objects.unpack)
     unpack_error: Callable[[Any], BaseException] = staticmethod(exceptions.unpack_error)
 
@@ -131,7 +125,7 @@ class _Restricted(Reader):
         if payload[0] != values.PICKLE:
             limit_bytes = values.limit_of_repetition(len(payload), tensors)
             return values.decode(
-                payload, tensors, externals, self.resolve_value, come_home, limit_bytes, self.make
+                payload, tensors, externals, self.resolve_value, come_home, limit_bytes
             )
         return self._unpickle(payload, tensors, externals)
 
@@ -237,7 +231,11 @@ class AllowList(_Restricted):
             if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
                 return constant
         if module.partition(".")[0] == "cloudpickle" or module == by_value.__name__:
-            self.bind()
+            self._refuse(
+                "a function or class that travels by value",
+                "define it at the top level of a module that this worker can import, and add that "
+                "module to",
+            )
         return self.resolve(text.encode())
 
     def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> Any:
@@ -246,14 +244,6 @@ class AllowList(_Restricted):
             return unpickler.load()
         except Exception as error:
             raise by_value.not_rebuilt(error)  # noqa: B904
-
-    def bind(self, *_: object) -> NoReturn:
-        """Raises NotAllowed: a function would have to be made of code from another worker."""
-        self._refuse(
-            "a function or class that travels by value",
-            "define it at the top level of a module that this worker can import, and add that "
-            "module to",
-        )
 
     def _locate(self, text: str) -> tuple[object, str]:
         """Returns the object with the named object as an attribute, and the attribute's name."""
@@ -472,7 +462,6 @@ class StrictNames(_Restricted):
         self._own = registry.Callables(members)
 
     is_strict = True
-    make = staticmethod(makers.made_plainly)
 
     def resolve(self, name: bytes) -> Any:
         """Returns the function that a call names.
@@ -526,14 +515,7 @@ class StrictNames(_Restricted):
         )
 
     def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> NoReturn:
-        raise self._without_pickle()
-
-    def bind(self, *_: object) -> NoReturn:
-        """Raises NotAllowed: a function would have to be made of code from another worker."""
-        raise self._without_pickle()
-
-    def _without_pickle(self) -> NotAllowed:
-        return NotAllowed(
+        raise NotAllowed(
             f"worker {self._worker!r} is strict and was sent a pickle, which it does not read; "
             f"send it {values.TAKES}",
             worker=self._worker,

@@ -16,7 +16,7 @@ embedding. So:
 1. Tensors whose extents (first to last byte) overlap form a cluster.
 2. A cluster travels as the union of its extents, which its first tensor brings, and its tensors as
    views onto it. If the union is mostly memory outside the tensors (two columns of a huge matrix),
-   the tensors travel one by one, and equal views still as one.
+   the tensors travel one by one.
 3. A tensor by itself travels with its strides when it fills its extent (transposed,
    channels-last, expanded) or the extent is small, else as a contiguous copy.
 
@@ -266,14 +266,6 @@ def _distinct(tensor: Tensor) -> int:
     return prod(size for size, stride in pairs if stride or not size)
 
 
-def _is_freed(tensor: Tensor) -> bool:
-    """Whether the storage of a dense tensor has been made too small for it."""
-    if not tensor.numel():
-        return False
-    end = tensor.storage_offset() + extent(tensor.shape, tensor.stride())
-    return bool(tensor.untyped_storage().nbytes() < end * tensor.element_size())
-
-
 def _is_worth_a_union(union_bytes: int, tensors: Iterable[Tensor]) -> bool:
     """Whether the memory from the first to the last byte of tensors should travel whole."""
     if union_bytes <= UNION_FLOOR_BYTES:
@@ -433,10 +425,14 @@ def _as_dense(tensor: Tensor) -> Tensor:
         start = tensor.data_ptr()
     except RuntimeError as error:
         raise SerializationError(NO_MEMORY) from error
-    if start < _USUAL_ADDRESS and (tensor.is_cpu or tensor.is_cuda) and _is_freed(tensor):
+    if (
+        start < _USUAL_ADDRESS
+        and (tensor.is_cpu or tensor.is_cuda)
+        and (tensor.numel() and not tensor.untyped_storage().nbytes())
+    ):
         raise SerializationError(
             f"the memory of a tensor of shape {tuple(tensor.shape)} has been freed: its storage "
-            f"has {tensor.untyped_storage().nbytes()} bytes; send it before that is resized"
+            "has 0 bytes; send it before that is resized"
         )
     if not start and tensor.numel():
         raise SerializationError(NO_MEMORY)
@@ -474,7 +470,7 @@ def _write(
             if union.bringer is None:
                 union.bringer = place
                 memory = union.memory(is_apart=apart is not None)
-            numbers = (*numbers, *(union.strides or tensor.stride()), offset, union.bringer)
+            numbers = (*numbers, *tensor.stride(), offset, union.bringer)
         elif tensor.numel():
             memory, strides = flatten(tensor)
             if strides is not None:
@@ -507,25 +503,19 @@ class _Union:
         start: Its first address.
         end: The address behind it.
         first: One of the tensors.
-        strides: The strides of the tensors, all of which are the same view; None for their own.
     """
 
-    __slots__ = ("_end", "_first", "bringer", "start", "strides")
+    __slots__ = ("_end", "_first", "bringer", "start")
 
-    def __init__(
-        self, start: int, end: int, first: Tensor, strides: tuple[int, ...] | None = None
-    ) -> None:
+    def __init__(self, start: int, end: int, first: Tensor) -> None:
         self.start = start
         self._end = end
         self._first = first
-        self.strides = strides
         self.bringer: int | None = None
 
     def memory(self, *, is_apart: bool) -> Tensor | bytes:
         """Returns its bytes, or a tensor that shares them."""
         first = self._first
-        if self.strides is not None:
-            return first
         if not is_apart:
             return string_at(self.start, self._end - self.start)
         storage = first.untyped_storage()
@@ -554,8 +544,6 @@ def _unions(described: Sequence[_Described], *, is_apart: bool) -> dict[int, _Un
         if is_one and _is_worth_a_union(end - start, tensors):
             start -= int(first.storage_offset()) * first.itemsize % _ALIGNMENT
             unions.update(dict.fromkeys(places, _Union(start, end, first)))
-        else:
-            _unite_equal(described, places, unions)
     return unions
 
 
@@ -573,24 +561,6 @@ def _clusters(spans: list[_Span]) -> Iterator[tuple[int, int, list[int]]]:
         last = max(last, end)
     if len(places) > 1:
         yield begin, last, places
-
-
-def _unite_equal(
-    described: Sequence[_Described], places: Sequence[int], unions: dict[int, _Union]
-) -> None:
-    """Unites tensors that are the same view of the same memory."""
-    views: dict[object, list[int]] = {}
-    for place in places:
-        start, tensor, *_ = described[place]
-        key = (start, tensor.dtype, tensor.shape, tensor.stride())
-        views.setdefault(key, []).append(place)
-    for equal in views.values():
-        if len(equal) > 1:
-            start, tensor, *_ = described[equal[0]]
-            flat, strides = flatten(tensor)
-            if strides is None:
-                strides = torch.empty(tensor.shape, device="meta").stride()
-            unions.update(dict.fromkeys(equal, _Union(start, start, flat, strides)))
 
 
 # Decoding. Every extent is checked against the memory it lies in before torch makes a tensor there:

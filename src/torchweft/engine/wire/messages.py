@@ -3,15 +3,14 @@
 Every message is one frame. ``CALL``, ``POST``, ``REPLY`` and ``GRADIENTS`` carry a value: a head of
 fixed layout, parts whose sizes are in the head, and the tensors that were taken out of the value::
 
-    CALL   remaining s f64 | creation i64 | context u64 | message u64 | name size u16
-           span size u16 | code size u32 | references u32 | payload size u32
-           name | span | code | references | payload | tensors
+    CALL   remaining s f64 | creation i64 | context u64 | message u64 | name size u32
+           span size u32 | references u32 | payload size u32
+           name | span | references | payload | tensors
     REPLY  context u64 | message u64 | references u32 | payload size u32
            references | payload | tensors
 
-The span and the code of a ``CALL`` are extras, usually empty: the context of a span of
-OpenTelemetry, and the code of a called function that goes by value. The values that the function
-captures then stand before its arguments.
+The span of a ``CALL`` is the context of a span of OpenTelemetry, usually empty. Without a name, the
+function stands before its arguments.
 
 A ``POST`` has values for a port of the receiver, and no answer. It is laid out like a ``CALL``; a
 head that its sender chooses stands in place of the name. The number of the frame is that of the
@@ -88,7 +87,7 @@ NAMED = 4
 of their names."""
 
 
-_CALL_HEAD = struct.Struct("<dqQQHHIII")
+_CALL_HEAD = struct.Struct("<dqQQIIII")
 _GRAPH = struct.Struct("<QQ")
 _GRAPH_BEGIN = 16
 _REPLY_HEAD = struct.Struct("<QQII")
@@ -125,11 +124,10 @@ ValueHead = tuple[int, int, Sequence[HandedReference], int, int]
 """The head of a value: autograd context of the sender, or 0; recorded message of that context, or
 0; references inside the value, in order; offsets of the payload and of the tensors."""
 
-CallHead = tuple[float, int, bytes, bytes, bytes, ValueHead]
+CallHead = tuple[float, int, bytes, bytes, ValueHead]
 """The head of a ``CALL``: seconds the caller will still wait, infinity for no limit; number of the
 reference that this call creates, or ``NO_CREATION``; name of the function, or empty if it goes by
-value; context of the caller's span, or empty; code of the function, or empty; head of the
-arguments."""
+value; context of the caller's span, or empty; head of the arguments."""
 
 
 def encode_call(
@@ -139,7 +137,6 @@ def encode_call(
     message_id: int,
     name: bytes,
     span: bytes,
-    code: bytes,
     references: Sequence[HandedReference],
     payload: bytes,
     tensors: bytes | bytearray = b"",
@@ -149,14 +146,14 @@ def encode_call(
     Without ``tensors``, small ones or tables can follow it.
 
     Raises:
-        SerializationError: The payload or an extra is too large.
+        SerializationError: The payload is too large.
     """
-    if len(payload) + len(code) > PAYLOAD_LIMIT_BYTES:
-        raise _too_large(len(payload) + len(code))
-    sizes = len(name), len(span), len(code), len(references), len(payload)
+    if len(payload) > PAYLOAD_LIMIT_BYTES:
+        raise _too_large(len(payload))
+    sizes = len(name), len(span), len(references), len(payload)
     head = _CALL_HEAD.pack(remaining_s, creation, context_id, message_id, *sizes)
     handed = _encode_references(references) if references else b""
-    return b"".join((head, name, span, code, handed, payload, tensors))
+    return b"".join((head, name, span, handed, payload, tensors))
 
 
 def place_in_graph(frame: bytearray, context_id: int, message_id: int) -> None:
@@ -217,12 +214,11 @@ def decode_call(control: Buffer) -> CallHead:
     end = len(control)
     if end < _CALL_BYTES:
         raise ProtocolError(f"a call of {end} bytes is shorter than its own head")
-    remaining_s, creation, context_id, message_id, name, span, code, count, payload = (
+    remaining_s, creation, context_id, message_id, name, span, count, payload = (
         _CALL_HEAD.unpack_from(control)
     )
     span_start = _CALL_BYTES + name
-    code_start = span_start + span
-    references_start = code_start + code
+    references_start = span_start + span
     start = references_start + count * _REFERENCE_BYTES
     payload_end = start + payload
     if payload_end > end:
@@ -236,11 +232,8 @@ def decode_call(control: Buffer) -> CallHead:
     handed = _decode_references(control, references_start, start) if count else ()
     value = context_id, message_id, handed, start, payload_end
     function = bytes(control[_CALL_BYTES:span_start])
-    if not (span or code):
-        return remaining_s, creation, function, b"", b"", value
-    carried = bytes(control[span_start:code_start])
-    content = bytes(control[code_start:references_start])
-    return remaining_s, creation, function, carried, content, value
+    carried = bytes(control[span_start:references_start])
+    return remaining_s, creation, function, carried, value
 
 
 CALL_HEAD_BYTES, REPLY_HEAD_BYTES = _CALL_BYTES, _REPLY_BYTES

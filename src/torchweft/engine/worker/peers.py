@@ -224,11 +224,7 @@ class Peer:
         """Bytes of tensors that did not go over the link, as ``"sent shm"``."""
         self.served: dict[int, ServedCall] = {}
         """Calls of the peer that this worker has received and not ended, by their numbers."""
-        self.takes_code = False
-        """Whether functions that go by value to the peer are taken apart."""
         # Set by ``Encoder``. What is kept of a peer is kept here, so that it goes with the peer.
-        self.receiver = 0
-        """What ``values.encode`` has to know of it."""
         self.pack: Callable[..., Any] = _not_set
         """Packs values that are not simple for the peer."""
         self.pickle: Callable[..., Any] = _not_set

@@ -526,10 +526,6 @@ class TensorMessages:
             WorkerLost: The sender was lost before its buffers could be fetched.
         """
         token, entries = decode_table(table, list(map(len, following)), self._limit_bytes)
-        first = self._channels.by_number.get(entries[0].channel) if len(entries) == 1 else None
-        if first is not None and not first.is_held:
-            # The usual message, one tensor in shared memory: what follows takes 5 us.
-            return self._get(peer, first, token, entries)
         waiting = self._by_channel(peer, entries)
         found: dict[int, Received] = {}
         is_held = any(channel.is_held for channel in waiting)

@@ -26,7 +26,6 @@ from torchweft.observe.tracing.records import BACKWARD
 _FORWARD, _BACKWARD = "forward", "backward"
 _KINDS = {
     "call": "call",
-    "call with code": "call",
     "reply": "result",
     "post": "values",
     "gradients": "gradients",

@@ -12,25 +12,18 @@ from tests.thread_limits import no_new_threads
 from torchweft import knobs, probe
 from torchweft.engine.channels import memory as copying
 from torchweft.engine.channels.memory import PIECE_BYTES, Copier, address_of
-from torchweft.engine.channels.pull import Nonce, find_obstacle
 from torchweft.probe import usable_cores
 
 SIZE = 4 * PIECE_BYTES + 3
 PATTERN = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
 NAME = "weft-copy-test"
 
-_nonce = Nonce()
-_obstacle = find_obstacle(os.getpid(), _nonce.address, _nonce.value)
-
 Copy = Callable[[memoryview], None]
 
 
 @pytest.fixture
 def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
-    with (
-        knobs.SHARED_PULL_BYTES.override(PIECE_BYTES),
-        knobs.SHARED_COPY_BYTES.override(PIECE_BYTES),
-    ):
+    with knobs.SHARED_COPY_BYTES.override(PIECE_BYTES):
         made = Copier(NAME)
     # Share copies even on a machine with one core, or while other tests run.
     made._may_share = True
@@ -39,15 +32,10 @@ def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
     made.close()
 
 
-@pytest.fixture(params=["copy", "pull"])
-def copy(request: pytest.FixtureRequest, copier: Copier) -> Copy:
+@pytest.fixture
+def copy(copier: Copier) -> Copy:
     """Returns a function that fills the given memory with the pattern."""
-    if request.param == "copy":
-        return lambda into: copy_into(copier, into)
-    if _obstacle:
-        pytest.skip(f"no cma here: {_obstacle}")
-    address = address_of(memoryview(PATTERN))
-    return lambda into: copier.pull(os.getpid(), address, into)
+    return lambda into: copy_into(copier, into)
 
 
 def copy_into(copier: Copier, into: memoryview, size_bytes: int | None = None) -> None:
@@ -66,19 +54,8 @@ def memory(size_bytes: int = SIZE) -> memoryview:
 
 def job_into(into: memoryview) -> copying._Job:
     target, source = address_of(into), address_of(memoryview(PATTERN))
-
-    def step(offset: int, size_bytes: int) -> None:
-        ctypes.memmove(target + offset, source + offset, size_bytes)
-
-    step(0, PIECE_BYTES)
-    return copying._Job(into.nbytes, step)
-
-
-def failing_job(pieces: int) -> copying._Job:
-    def fail(offset: int, size_bytes: int) -> None:
-        raise OSError(14, "nothing is mapped there")
-
-    return copying._Job((1 + pieces) * PIECE_BYTES, fail)
+    ctypes.memmove(target, source, PIECE_BYTES)
+    return copying._Job(source, target, into.nbytes, (PATTERN, into))
 
 
 def test_a_large_copy_is_shared_with_a_named_thread(copy: Copy) -> None:
@@ -165,20 +142,6 @@ def test_many_threads_may_copy_at_once(copy: Copy) -> None:
     assert all(into == PATTERN for into in targets)
 
 
-@pytest.mark.skipif(bool(_obstacle), reason=f"no cma here: {_obstacle}")
-def test_a_large_pull_that_fails_says_so(copier: Copier) -> None:
-    with pytest.raises(OSError, match="nothing is mapped there"):
-        copier.pull(os.getpid(), 0x10, memory())
-
-
-def test_an_error_of_the_helper_is_raised_by_the_caller() -> None:
-    job = failing_job(pieces=1)
-    job.help()
-    job.run()  # finds no piece left
-    with pytest.raises(OSError, match="nothing is mapped there"):
-        job.finish()
-
-
 def test_a_helper_that_comes_late_touches_nothing() -> None:
     into = memory()
     job = job_into(into)
@@ -189,23 +152,15 @@ def test_a_helper_that_comes_late_touches_nothing() -> None:
     assert into == bytes(SIZE)
 
 
-def test_a_helper_that_comes_after_a_failure_does_not_begin() -> None:
-    job = failing_job(pieces=4)
-    with pytest.raises(OSError, match="nothing is mapped there"):
-        job.run()
-    job.finish()
-    job.help()
-    assert job._helper_error is None
-
-
-def test_a_helper_that_has_begun_is_waited_for() -> None:
+def test_a_helper_that_has_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     began, may_end = threading.Event(), threading.Event()
 
-    def copy_slowly(offset: int, size_bytes: int) -> None:
+    def copy_slowly(*_: int) -> None:
         began.set()
         may_end.wait()
 
-    job = copying._Job(2 * PIECE_BYTES, copy_slowly)
+    job = job_into(memory(2 * PIECE_BYTES))
+    monkeypatch.setattr(ctypes, "memmove", copy_slowly)
     helper = threading.Thread(target=job.help)
     helper.start()
     began.wait()

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.engine.channels.processes import dead_pid, forked
-from torchweft.engine.channels import memory as copying
-from torchweft.engine.channels.memory import address_of, pull
-from torchweft.engine.channels.pull import NONCE_BYTES, Nonce, find_obstacle
+from torchweft.engine.channels import pull as copying
+from torchweft.engine.channels.memory import address_of
+from torchweft.engine.channels.pull import NONCE_BYTES, Nonce, find_obstacle, pull
 
 PAGE = mmap.PAGESIZE
 SIZE = (8 << 20) + 3

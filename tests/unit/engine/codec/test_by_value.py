@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.unit.engine.codec.trips import object_trip
-from torchweft.engine.codec.by_value import Code, take_apart
+from torchweft.engine.codec.by_value import take_apart
 from torchweft.engine.codec.objects import pack, unpack
 from torchweft.engine.codec.reading import make_reader
 from torchweft.errors import NotAllowed
@@ -77,9 +77,6 @@ def test_a_reader_with_an_allow_list_refuses_code_in_the_same_words() -> None:
     with pytest.raises(NotAllowed) as caught:
         reader.unpack(packed.payload, [], [])
     texts.add(str(caught.value))
-    with pytest.raises(NotAllowed) as caught:
-        reader.bind(Code(b"code"), ())
-    texts.add(str(caught.value))
     old = reader.unpack
     with pytest.raises(NotAllowed) as caught:
         old(cloudpickle.dumps(function), [], [])
@@ -93,8 +90,6 @@ def test_a_strict_reader_refuses_code() -> None:
     packed = pack([lambda: 1], main_by_name=True)
     with pytest.raises(NotAllowed, match="is strict and was sent a pickle"):
         reader.unpack(packed.payload, [], [])
-    with pytest.raises(NotAllowed, match="is strict and was sent a pickle"):
-        reader.bind(Code(b"code"), ())
 
 
 def test_enumerations_and_dataclasses_of_a_function_travel() -> None:

@@ -61,7 +61,7 @@ def test_flags_are_single_bits_of_their_own() -> None:
 
 call_heads = st.tuples(
     *(st.floats(allow_nan=False), st.integers(NO_CREATION, 2**63 - 1), contexts, natural),
-    *(sections, sections, sections, references, sections),
+    *(sections, sections, references, sections),
 )
 
 
@@ -73,9 +73,9 @@ def test_a_call_survives(head: tuple[Any, ...], tensors: list[bytes], is_view: b
     control = encode_call(*head, inside)
     *decoded, value = decode_call(memoryview(control) if is_view else control)
     context_id, message_id, handed, start, end = value
-    remaining_s, creation, name, span, code = decoded
+    remaining_s, creation, name, span = decoded
     numbers = remaining_s, creation, context_id, message_id
-    assert (*numbers, name, span, code, handed) == head[:-1]
+    assert (*numbers, name, span, handed) == head[:-1]
     assert control[start:end] == payload
     assert control[end:] == inside
 
@@ -112,7 +112,7 @@ def test_tables_at_the_end_of_a_message_survive(
 
 def test_more_references_than_a_short_count_holds() -> None:
     many = (HANDED,) * 66_000
-    call = decode_call(encode_call(math.inf, NO_CREATION, 0, 0, b"f", b"", b"", many, b"payload"))
+    call = decode_call(encode_call(math.inf, NO_CREATION, 0, 0, b"f", b"", many, b"payload"))
     reply = decode_reply(encode_reply(0, 0, many, b"payload"))
     (*_, (_, _, of_call, *_)), (_, _, of_reply, *_) = call, reply
     assert len(of_call) == len(of_reply) == 66_000
@@ -129,8 +129,7 @@ class Endless(bytes):
 def test_more_bytes_than_a_message_has_are_an_error_that_says_so() -> None:
     payload = Endless()
     for encode in (
-        lambda: encode_call(1.0, 2, 3, 4, b"name", b"", b"", (), payload),
-        lambda: encode_call(1.0, 2, 3, 4, b"", b"", payload, (), b""),
+        lambda: encode_call(1.0, 2, 3, 4, b"name", b"", (), payload),
         lambda: encode_reply(3, 4, (), payload),
     ):
         with pytest.raises(SerializationError, match="send them as tensors"):
@@ -166,8 +165,8 @@ def test_texts_of_a_step_are_a_list_of_texts(texts: bytes) -> None:
 
 Decode = Callable[[bytes], object]
 FRONTS: list[tuple[Decode, bytes]] = [
-    (decode_call, encode_call(1.0, 2, 3, 4, b"name", b"span", b"code", (HANDED,), b"payload")),
-    (decode_call, encode_call(1.0, NO_CREATION, 0, 0, b"", b"", b"", (), b"")),
+    (decode_call, encode_call(1.0, 2, 3, 4, b"name", b"span", (HANDED,), b"payload")),
+    (decode_call, encode_call(1.0, NO_CREATION, 0, 0, b"", b"", (), b"")),
     (decode_reply, encode_reply(1, 2, (HANDED,), b"payload")),
     (decode_reply, encode_reply(0, 0, (), b"")),
 ]
@@ -255,7 +254,7 @@ def test_numbers_out_of_range_are_refused_when_they_are_read(
     fields: dict[str, Any], said: str
 ) -> None:
     call: dict[str, Any] = {"remaining_s": 1.0, "creation": 3, "context_id": 0, "message_id": 0}
-    call |= {"name": b"f", "span": b"", "code": b"", "references": (), "payload": b""} | fields
+    call |= {"name": b"f", "span": b"", "references": (), "payload": b""} | fields
     with pytest.raises(ProtocolError, match=said):
         decode_call(encode_call(**call))
     answer = {name: call[name] for name in ("context_id", "message_id", "references", "payload")}

@@ -113,7 +113,7 @@ def group_of(
             member.close()
 
 
-FRONT = encode_call(1.0, 2, 3, 4, b"name", b"", b"", (), b"payload")
+FRONT = encode_call(1.0, 2, 3, 4, b"name", b"", (), b"payload")
 """A call without its tensors, which the members of a test group send."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.memory_counts import first_for, held_counts
 from tests.unit.engine.worker.group import FRONT, Member, Received, group_of
 from torchweft import knobs
-from torchweft.engine.channels.memory import Copier
+from torchweft.engine.channels import pull
 from torchweft.engine.codec.tensors import COMPUTED, REQUIRES_GRAD
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import (
@@ -188,7 +188,7 @@ def test_what_cannot_be_pulled_is_streamed(
     received.next()
     if first_for(peer.ways, 1_000_000) != "cma":
         pytest.skip("this machine does not let processes read each other's memory")
-    monkeypatch.setattr(Copier, "pull", fails)
+    monkeypatch.setattr(pull, "pull", fails)
     tensors = [torch.randn(400_000), torch.arange(5), torch.randn(300_000)]
     send(first, peer, tensors)
     check_arrival(received.next(), tensors)

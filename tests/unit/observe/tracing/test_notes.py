@@ -37,11 +37,11 @@ def framed(kind: Kind, control: bytes) -> Buffer:
     return encode_frame(kind, 0, 7, control)[0]
 
 
-CALL = framed(Kind.CALL, encode_call(*HEAD, b"", b"", (), SECRET, b"t" * 30))
-BY_VALUE = encode_call(*HEAD, b"a context", SECRET, (), SECRET, b"t" * 30)
+CALL = framed(Kind.CALL, encode_call(*HEAD, b"", (), SECRET, b"t" * 30))
+IN_SPAN = encode_call(*HEAD, b"a context", (), SECRET, b"t" * 30)
 REPLY = framed(Kind.REPLY, encode_reply(3, 8, (), SECRET, b"t" * 20))
-PORT = encode_call(1.0, -1, 0, 0, SECRET, b"", b"", (), SECRET, b"t" * 10)
-OUTSIDE = encode_call(1.0, -1, NO_GRAD, 0, b"m:f", b"", b"", (), SECRET)
+PORT = encode_call(1.0, -1, 0, 0, SECRET, b"", (), SECRET, b"t" * 10)
+OUTSIDE = encode_call(1.0, -1, NO_GRAD, 0, b"m:f", b"", (), SECRET)
 NAME = PassName(3, 5, 4, PassMode())
 
 GRADIENTS = encode(NAME, Gradients(8, (), Progress([1], [2])), 0, SECRET) + b"t" * 12
@@ -49,7 +49,7 @@ GRADIENTS = encode(NAME, Gradients(8, (), Progress([1], [2])), 0, SECRET) + b"t"
 CASES = [
     (CALL, Ids(3, 8, 9, 30)),
     (framed(Kind.CALL, OUTSIDE), Ids(0, 0, -1, 0)),
-    (framed(Kind.CALL, BY_VALUE), Ids(3, 8, 9, 30)),
+    (framed(Kind.CALL, IN_SPAN), Ids(3, 8, 9, 30)),
     (REPLY, Ids(3, 8, -1, 20)),
     (framed(Kind.POST, PORT), Ids(inline_bytes=10)),
     (

@@ -14,6 +14,7 @@ import pytest
 from tests.unit.engine.channels.fake_transport import FakeNetwork, random_bytes
 from torchweft import knobs
 from torchweft.engine.channels import rdma
+from torchweft.engine.channels.memory import Slab
 from torchweft.engine.channels.rdma import Endpoint, TransportFailed, own_obstacle
 from torchweft.errors import ConfigurationError
 
@@ -44,18 +45,23 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Endpoint, Endpoint]]:
     assert not rdma._unclosed
 
 
+def slab_of(content: memoryview) -> Slab:
+    slab = Slab(content.nbytes)
+    slab.memory[:] = content
+    return slab
+
+
 def read(ends: tuple[Endpoint, Endpoint], offered: bytes, size_bytes: int) -> memoryview:
     """Reads into memory twice as large."""
     _, target = ends
-    memory = memoryview(bytearray(2 * size_bytes))
-    own = target.register(memory)
-    transfer = target.read(own, size_bytes, target.remote(own, offered), LIMIT_S)
+    slab = Slab(2 * size_bytes)
+    own = target.register(slab)
+    transfer = target.read(own, size_bytes, target.remote(offered), LIMIT_S)
     end_s = time.monotonic() + LIMIT_S
     while not transfer.query():
         assert time.monotonic() < end_s
     transfer.check()
-    target.unregister(own)
-    return memory
+    return slab.memory.data
 
 
 @pytest.mark.parametrize("size_bytes", [1, 4096, 1 << 20, 5_000_001])
@@ -63,18 +69,19 @@ def test_the_start_of_memory_of_the_peer_is_read(
     ends: tuple[Endpoint, Endpoint], size_bytes: int
 ) -> None:
     source = ends[0]
-    content = random_bytes(size_bytes + 100)
-    description = source.describe(source.register(content))
-    assert read(ends, description, size_bytes)[:size_bytes] == content[:size_bytes]
-    content[:] = random_bytes(size_bytes + 100)
+    slab = slab_of(random_bytes(size_bytes + 100))
+    description = source.register(slab).description
+    assert read(ends, description, size_bytes)[:size_bytes] == slab.memory.data[:size_bytes]
+    slab.memory[:] = random_bytes(size_bytes + 100)
     got = read(ends, description, size_bytes)
-    assert got[:size_bytes] == content[:size_bytes]
+    assert got[:size_bytes] == slab.memory.data[:size_bytes]
     assert not any(got[size_bytes:])
 
 
 def test_more_than_the_peer_has_registered_is_not_read(ends: tuple[Endpoint, Endpoint]) -> None:
     source = ends[0]
-    description = source.describe(source.register(random_bytes(1000)))
+    slab = slab_of(random_bytes(1000))
+    description = source.register(slab).description
     with pytest.raises(TransportFailed, match="beginning a transfer failed"):
         read(ends, description, 1001)
 
@@ -87,14 +94,15 @@ def test_a_description_without_sense_is_refused(ends: tuple[Endpoint, Endpoint])
 def test_a_closed_end_registers_nothing(ends: tuple[Endpoint, Endpoint]) -> None:
     ends[0].close(LIMIT_S)
     with pytest.raises(TransportFailed, match="closed"):
-        ends[0].register(random_bytes(10))
+        ends[0].register(Slab(10))
 
 
 def test_a_transfer_that_failed_raises_its_error() -> None:
     network = FakeNetwork()
     source, target = network.open_endpoint(), network.open_endpoint()
     target.connect(source.bind())
-    description = source.describe(source.register(random_bytes(10)))
+    slab = slab_of(random_bytes(10))
+    description = source.register(slab).description
     network.fails = True
     with pytest.raises(TransportFailed, match="RuntimeError: the cable is out"):
         read((source, target), description, 10)
@@ -104,16 +112,17 @@ def test_memory_of_a_transfer_that_does_not_end_is_kept() -> None:
     network = FakeNetwork()
     source, target = network.open_endpoint(), network.open_endpoint()
     target.connect(source.bind())
-    description = source.describe(source.register(random_bytes(10)))
-    own = target.register(memoryview(bytearray(10)))
+    offered, into = slab_of(random_bytes(10)), Slab(10)
+    description = source.register(offered).description
+    own = target.register(into)
     network.stalls = True
-    target.read(own, 10, target.remote(own, description), 0.0)
+    target.read(own, 10, target.remote(description), 0.0)
     target.close(0.0)
     target.close(0.0)
     [unclosed] = rdma._unclosed
     rdma._unclosed.clear()
     network.end_all()
-    unclosed.close()
+    unclosed._transport.close()
 
 
 @pytest.fixture
