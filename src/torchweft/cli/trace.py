@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchweft.errors import ConfigurationError, ObserveError
-from torchweft.observe.tracing.graph import graph_of
-from torchweft.observe.tracing.reading import load, summary
+from torchweft.errors import ObserveError
+from torchweft.observe.tracing.reading import graph_of, load, summary
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -24,8 +22,7 @@ instead. To see the trace itself, open the file in https://ui.perfetto.dev."""
 EXAMPLES = """\
 examples:
   torchweft trace step.json
-  torchweft trace step.json --context 1
-  torchweft trace step.json --context 1 --svg graph.svg"""
+  torchweft trace step.json --context 1"""
 
 
 def add_parser(subcommands: Subparsers) -> None:
@@ -33,7 +30,7 @@ def add_parser(subcommands: Subparsers) -> None:
     parser = subcommands.add_parser(
         "trace",
         help="say what a trace shows",
-        usage="torchweft trace FILE [--context N [--svg FILE]]",
+        usage="torchweft trace FILE [--context N]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
@@ -41,27 +38,16 @@ def add_parser(subcommands: Subparsers) -> None:
     parser.add_argument(
         "--context", type=int, metavar="N", help="show the graph of this autograd context"
     )
-    parser.add_argument("--svg", metavar="FILE", help="write that graph as a picture to this file")
     parser.set_defaults(execute=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Shows a trace, and returns the exit status."""
-    if options.svg and options.context is None:
-        raise ConfigurationError("--svg draws the graph of a context: add --context N")
     try:
         trace = load(options.file)
-        if options.context is None:
-            print(summary(trace))
-            return 0
-        graph = graph_of(trace, options.context)
-        if options.svg:
-            Path(options.svg).write_text(graph.svg())
-        else:
-            print(graph.text())
-    except BrokenPipeError:
-        raise
-    except (ObserveError, OSError) as error:
+        is_whole = options.context is None
+        print(summary(trace) if is_whole else graph_of(trace, options.context).text())
+    except ObserveError as error:
         print(f"torchweft trace: {error}", file=sys.stderr)
         return FAILURE_STATUS
     return 0
