@@ -161,7 +161,7 @@ def _show(looker: Looker, options: argparse.Namespace) -> int:
     looker.look(options.worker)
     time.sleep(options.interval)
     seen = looker.look(options.worker)
-    print(json.dumps(seen.as_json(), indent=2) if options.json else seen.as_text())
+    print(json.dumps(looker.as_json(seen), indent=2) if options.json else seen.as_text())
     return 0
 
 

@@ -19,7 +19,15 @@ from torchweft.arguments import checked_int, wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
 from torchweft.observe.group import Group
-from torchweft.observe.report import METRICS, STEPS, FunctionCounts, Identity, Member, Report
+from torchweft.observe.report import (
+    MESSAGES,
+    METRICS,
+    STEPS,
+    FunctionCounts,
+    Identity,
+    Member,
+    Report,
+)
 from torchweft.observe.session import Access
 from torchweft.rpc.node import Node, current_node
 from torchweft.scraping import Address
@@ -164,19 +172,12 @@ def _traffic(reports: Iterable[Report]) -> Metric:
     about = "bytes by other worker and channel; 'lent' is used in place, and does not move"
     metric = Metric("weft.network.io", COUNTER, "By", about)
     for report in reports:
-        for each in report.traffic:
-            moved = {("transmit", "messages"): each.sent, ("receive", "messages"): each.received}
-            for name, count in each.by_channel.items():
-                direction, _, channel = name.partition(" ")
-                way = "receive" if direction == "received" else "transmit"
-                moved[way, channel or "lent"] = count
-            for (way, channel), count in moved.items():
-                which = {
-                    "weft.peer": each.worker,
-                    "weft.channel": channel,
-                    "network.io.direction": way,
-                }
-                metric.points.append(Point(_of(report) | which, float(count)))
+        for (peer, channel), pair in report.moved().items():
+            which = _of(report) | {"weft.peer": peer, "weft.channel": channel}
+            for way, count in zip(("transmit", "receive"), pair, strict=True):
+                if count or channel == MESSAGES:
+                    of_way = which | {"network.io.direction": way}
+                    metric.points.append(Point(of_way, float(count)))
     return metric
 
 

@@ -160,6 +160,10 @@ WHO, REPORT, DETAIL, METRICS = "who", "report", "detail", "metrics"
 """The questions of an observer. ``DETAIL`` asks for stacks and references as well as a report,
 ``METRICS`` for a report without calls and threads."""
 
+MESSAGES, LENT = "messages", "lent"
+"""Stand among the channels for the connection of messages, and for shared memory that the other
+worker uses in place: its bytes do not move."""
+
 FILE_SUFFIX = ".weft.json"
 """Ends the name of a file with a report."""
 
@@ -226,6 +230,17 @@ class Traffic:
     sent: int
     received: int
     by_channel: dict[str, int]
+
+    def moved(self) -> dict[str, tuple[int, int]]:
+        """Returns the bytes sent and received, by channel and for ``MESSAGES``."""
+        found = {MESSAGES: (self.sent, self.received)}
+        for name, count in self.by_channel.items():
+            direction, _, channel = name.partition(" ")
+            sent, received = found.get(channel or LENT, (0, 0))
+            is_received = direction == "received"
+            pair = (sent, received + count) if is_received else (sent + count, received)
+            found[channel or LENT] = pair
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,6 +423,14 @@ class Report:
     def worker(self) -> str:
         """The worker's name."""
         return self.identity.worker
+
+    def moved(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Returns the bytes sent and received, by other worker and channel."""
+        return {
+            (each.worker, channel): pair
+            for each in self.traffic
+            for channel, pair in each.moved().items()
+        }
 
 
 def encode(answer: Identity | Report) -> bytes:

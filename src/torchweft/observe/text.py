@@ -17,8 +17,6 @@ _MOST_CALLS = 30
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _NAMED = 2
 _MOST_VALUES = 4
-_MOST_BARS = 20
-_BAR_WIDTH = 40
 
 LOST, SILENT = "lost", "silent"
 """States of workers that do not answer."""
@@ -45,7 +43,7 @@ def workers_table(rates: Iterable[WorkerRate], silent: dict[str, str], lost: set
     heads = [column.head for column in WORKER_COLUMNS]
     rows = [
         [column.text(each) for column in WORKER_COLUMNS]
-        for each in sorted(rates, key=lambda each: each.rank)
+        for each in sorted(rates, key=lambda each: each.report.identity.rank)
     ]
     for name in silent:
         state = LOST if name in lost else SILENT
@@ -180,39 +178,6 @@ def _shares(counts: Mapping[str, int]) -> str:
     return ", ".join([*shown, f"others: {rest / total:.0%}"] if rest else shown)
 
 
-def histograms(report: Report) -> list[Table]:
-    """Returns the histograms that components of a worker tell, drawn."""
-    tables = []
-    for table in report.numbers:
-        for row in table.rows:
-            for name, counts in row.histograms.items():
-                title = f"{name} of {table.title}: {', '.join(row.labels)}"
-                tables.append(Table(title, (name, "count", "share", "drawn"), bars(counts), 0))
-    return [each for each in tables if each.rows]
-
-
-def bars(counts: Mapping[str, int]) -> list[list[str]]:
-    """Returns a row for each value of a histogram, or for each range of values if there are many:
-    the value, how often it was observed, its share, and a bar.
-    """
-    if not counts:
-        return []
-    values = sorted((int(value), count) for value, count in counts.items())
-    first, width = values[0][0], max(1, -(-(values[-1][0] - values[0][0] + 1) // _MOST_BARS))
-    by_range: dict[int, int] = {}
-    for value, count in values:
-        place = (value - first) // width
-        by_range[place] = by_range.get(place, 0) + count
-    total, largest = sum(by_range.values()), max(by_range.values())
-    rows = []
-    for place in range(max(by_range) + 1):
-        count, low = by_range.get(place, 0), first + place * width
-        span = str(low) if width == 1 else f"{low}-{low + width - 1}"
-        bar = "#" * round(_BAR_WIDTH * count / largest) or "." * (count > 0)
-        rows.append([span, f"{count:,}", f"{count / total:.1%}", bar])
-    return rows
-
-
 def stacks(report: Report) -> str:
     """Returns the stacks of a worker's threads; those without work last."""
     lines = []
@@ -236,34 +201,25 @@ def drawn(table: Table) -> str:
 
 def seconds(value: float) -> str:
     """Returns a time for people; "-" for NaN."""
-    if math.isnan(value):
-        return "-"
-    for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
-        if value < limit:
-            return (
-                f"{value * factor:.0f} {unit}"
-                if value * factor >= 10
-                else f"{value * factor:.1f} {unit}"
-            )
-    return f"{value:.1f} s"
+    if value < 1e-3:
+        return f"{number(value * 1e6)} us"
+    if value < 1.0:
+        return f"{number(value * 1e3)} ms"
+    return "-" if math.isnan(value) else f"{value:.1f} s"
 
 
 def size(count: float) -> str:
     """Returns bytes for people; "-" for NaN."""
-    if math.isnan(count):
-        return "-"
     place = 0
     while count >= 1000 and place < len(_UNITS) - 1:
         count, place = count / 1000, place + 1
-    return (
-        f"{count:.0f} {_UNITS[place]}"
-        if count >= 10 or not place
-        else f"{count:.1f} {_UNITS[place]}"
-    )
+    if math.isnan(count):
+        return "-"
+    return f"{number(count)} {_UNITS[place]}" if place else f"{count:.0f} B"
 
 
 def number(value: float) -> str:
-    """Returns a rate for people; "-" for NaN."""
+    """Returns a number for people, with two digits at least; "-" for NaN."""
     if math.isnan(value):
         return "-"
     return f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
@@ -275,24 +231,24 @@ def share(value: float) -> str:
 
 
 WORKER_COLUMNS = (
-    WorkerColumn("worker", lambda each: each.worker, lambda each: each.rank),
-    _numbers("host", "host"),
+    WorkerColumn("worker", lambda each: each.worker, lambda each: each.report.identity.rank),
+    _numbers("host", "report.identity.host"),
     WorkerColumn("state", lambda _: "up", lambda _: "up"),
     _numbers("cpu", "cpu", share),
-    _numbers("memory", "memory_bytes", size),
+    _numbers("memory", "report.memory_bytes", size),
     _numbers("in/s", "in_per_s", number),
     _numbers("out/s", "out_per_s", number),
     _numbers("p50", "p50_s", seconds),
     _numbers("p99", "p99_s", seconds),
-    _numbers("flight", "in_flight"),
-    _numbers("serving", "serving"),
-    _numbers("queued", "queued"),
+    _numbers("flight", "report.in_flight"),
+    _numbers("serving", "report.serving"),
+    _numbers("queued", "report.queued"),
     _numbers("sent/s", "sent_per_s", size),
     _numbers("recv/s", "received_per_s", size),
-    _numbers("owned", "owned"),
-    _numbers("held", "held"),
-    _numbers("ctx", "contexts"),
-    _numbers("passes", "passes"),
+    _numbers("owned", "report.owned"),
+    _numbers("held", "report.held"),
+    _numbers("ctx", "report.contexts"),
+    _numbers("passes", "report.passes"),
     WorkerColumn("blocked-by", _blocked_text, _blocked_s),
 )
 """The columns of ``workers_table``."""
