@@ -8,7 +8,6 @@ two would disturb each other, and briefly, since the group is at work.
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,8 +19,8 @@ from torchweft.engine.channels.rdma import NO_DEVICE
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid import Facts, choose_backend
 from torchweft.observe.examining import THOROUGH, gather, tell_host, tell_pair
-from torchweft.observe.facts import HostFacts, PairFacts, WorkerFacts, decode_host, decode_pair
 from torchweft.observe.group import Group
+from torchweft.observe.report import HostFacts, PairFacts, WorkerFacts, decode
 from torchweft.rpc import get_worker_infos, rpc_sync
 
 __all__ = [
@@ -355,7 +354,7 @@ def examine(timeout: float = _TIMEOUT_S) -> Diagnosis:
     failed: list[Finding] = []
     for name in names:
         try:
-            facts.append(decode_host(rpc_sync(name, tell_host, timeout=timeout)))
+            facts.append(decode(HostFacts, rpc_sync(name, tell_host, timeout=timeout)))
         except Exception as error:
             text = f"does not answer: {type(error).__name__}: {error}"
             failed.append(Finding(Level.ERROR, "worker", name, text))
@@ -368,7 +367,8 @@ def examine(timeout: float = _TIMEOUT_S) -> Diagnosis:
 
 def _measured(caller: str, callee: str, timeout: float) -> PairFacts:
     try:
-        return decode_pair(rpc_sync(caller, tell_pair, (callee, timeout), timeout=timeout))
+        answer = rpc_sync(caller, tell_pair, (callee, timeout), timeout=timeout)
+        return decode(PairFacts, answer)
     except Exception as error:
         return PairFacts(caller, callee, f"{type(error).__name__}: {error}")
 
@@ -419,25 +419,15 @@ def _measured_in(
 
 def sample(pairs: Sequence[PairFacts], rank: dict[str, int], most: int) -> list[PairFacts]:
     """Returns some of the pairs: each worker's turn comes as often, to near and to far ranks."""
+    half = (len(rank) + 1) // 2
 
-    def distance(pair: PairFacts) -> int:
-        return (rank.get(pair.callee, 0) - rank.get(pair.caller, 0)) % max(len(rank), 1)
+    def turn(pair: PairFacts) -> tuple[int, int]:
+        caller = rank.get(pair.caller, 0)
+        distance = (rank.get(pair.callee, 0) - caller) % max(len(rank), 1)
+        return (2 * distance if distance < half else 2 * (distance - half) + 1), caller
 
-    ways: dict[str, list[PairFacts]] = {}
-    for pair in sorted(pairs, key=lambda each: (distance(each), rank.get(each.caller, 0))):
-        ways.setdefault(pair.caller, []).append(pair)
-    turns = itertools.zip_longest(*map(_near_and_far, ways.values()))
-    ordered = [pair for turn in turns for pair in turn if pair is not None]
-    if most < len(ways):
-        return [ordered[number * len(ways) // most] for number in range(most)]
-    return ordered[:most]
-
-
-def _near_and_far(ways: Sequence[PairFacts]) -> list[PairFacts]:
-    """Returns the ways of one worker, those of both halves in turns."""
-    half = (len(ways) + 1) // 2
-    both = itertools.zip_longest(ways[:half], ways[half:])
-    return [pair for turn in both for pair in turn if pair is not None]
+    every = max(len(rank) // max(most, 1), 1)
+    return sorted(pairs, key=turn)[::every][:most]
 
 
 def merged(findings: Iterable[Finding]) -> Iterator[Finding]:

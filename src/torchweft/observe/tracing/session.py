@@ -23,6 +23,12 @@ from torchweft.probe import clock_id
 from torchweft.rpc import rpc_async, rpc_sync
 from torchweft.rpc.futures import ignore_errors
 
+_ARGUMENTS: dict[str, tuple[type, ...]] = {
+    "path": (str, os.PathLike),
+    "profiler": (bool,),
+    "limit": (int,),
+    "timeout": (float, int),
+}
 LIMIT = 200_000
 TIMEOUT_S = 30.0
 _READINGS = 16
@@ -64,13 +70,10 @@ class Trace:
         limit: int = LIMIT,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        if not isinstance(path, (str, os.PathLike)):
-            raise wrong_type("path", path, "pass the name of a file, such as 'step.json'")
-        for name, value, kind in (("profiler", profiler, bool), ("limit", limit, int)):
-            if not isinstance(value, kind):
-                raise wrong_type(name, value, f"pass one of type {kind.__name__}")
-        if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
-            raise wrong_type("timeout", timeout, "pass a number of seconds")
+        given = {"path": path, "profiler": profiler, "limit": limit, "timeout": timeout}
+        for name, kinds in _ARGUMENTS.items():
+            if not isinstance(given[name], kinds):
+                raise wrong_type(name, given[name], f"pass one of type {kinds[0].__name__}")
         if not 0 < limit <= recorder.MOST_ROWS:
             raise ConfigurationError(
                 f"limit is {limit}; a worker keeps from 1 to {recorder.MOST_ROWS} records"

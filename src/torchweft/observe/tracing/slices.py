@@ -140,12 +140,11 @@ class Slicer:
             self._note_call(tag, fields)
         found = [*self._sent(), *self._received()]
         self._found = [each for each in found if each.call not in self._own]
-        self._requests = self._by_call(Kind.CALL)
-        self._answers = self._by_call(Kind.REPLY)
-        for key, message in self._requests.items():
-            self._contexts.setdefault(key, message.ids.context_id)
-            if message.is_sent:
-                self._begun[key] = message.began_s
+        for message in self._found:
+            if message.kind == Kind.CALL:
+                self._contexts.setdefault(message.call, message.ids.context_id)
+                if message.is_sent:
+                    self._begun[message.call] = message.began_s
 
     def slices(self) -> list[Slice]:
         """Returns all slices; those that overlap others of their thread are set apart."""
@@ -190,13 +189,6 @@ class Slicer:
             ends = False, thread, at_s, at_s, peer, self._me
             yield _Message(*ends, kind, number, size_bytes, ids, {})
 
-    def _by_call(self, kind: Kind) -> dict[str, _Message]:
-        """Returns the messages of a kind by their calls; the first one of each.
-
-        Tensors that were asked for again come under another number.
-        """
-        return {each.call: each for each in reversed(self._found) if each.kind == kind}
-
     def _name(self, worker: int) -> str:
         return self._names.get(worker, f"worker {worker}")
 
@@ -207,12 +199,6 @@ class Slicer:
         context_id = self._contexts.get(key, 0)
         context = {"context": context_id} if context_id > 0 else {}
         return {"call": key, "function": function, **context, **others}
-
-    def _bytes_of(self, message: _Message | None, name: str) -> dict[str, Any]:
-        if message is None:
-            return {}
-        told: dict[str, Any] = {f"{name}_bytes": message.size_bytes}
-        return told | ({f"{name}_tensors": message.channels} if message.channels else {})
 
     def _arrow_to(self, callee: int, key: str) -> str:
         """Returns the arrow that begins at a call itself: it has no message."""
@@ -225,8 +211,6 @@ class Slicer:
             if key in self._own:
                 continue
             args = self._about(key, function, to=self._name(callee))
-            args |= self._bytes_of(self._requests.get(key), "sent")
-            args |= self._bytes_of(self._answers.get(key), "got")
             if failed:
                 args["failed"] = True
             if parent[0] >= 0 and parent[1]:
@@ -240,7 +224,6 @@ class Slicer:
             # A worker may serve its own call before the thread that has made it goes on.
             began_s = min(self._begun.get(key, at_s), at_s)
             args = self._about(key, function, to=self._name(owner))
-            args |= self._bytes_of(self._requests.get(key), "sent")
             name, arrow = f"create {function}", self._arrow_to(owner, key)
             yield Slice(thread, began_s, at_s, "create", name, args, arrow)
 
