@@ -115,15 +115,10 @@ def diagnose(facts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator
         yield from check_twins(facts)
         yield from check_mtu(facts)
         yield from check_backend(facts)
-    for each in facts:
-        yield from check_descriptors(each, len(facts))
-    for each in {each.host: each for each in facts}.values():
-        yield from check_shm(each)
-        yield from check_ptrace(each)
-        yield from check_names(each)
+    told = [each for one in facts for each in check_host(one, len(facts))]
+    yield from dict.fromkeys(told)  # What several workers say of their host is told once.
     yield from check_clocks(pairs)
     for pair in pairs:
-        yield from check_clock(pair)
         yield from check_pair(pair)
 
 
@@ -188,41 +183,28 @@ def _devices(facts: HostFacts) -> Facts:
     )
 
 
-def check_descriptors(facts: HostFacts, workers: int) -> Iterator[Finding]:
-    """Yields whether a worker may open enough files: several for each other worker."""
+def check_host(facts: HostFacts, workers: int) -> Iterator[Finding]:
+    """Yields what is wrong with one worker and its host."""
+    # Several files for each other worker.
     needed = max(LEAST_DESCRIPTORS, 64 + 8 * workers)
-    if facts.descriptors < 0 or facts.descriptors >= needed:
-        return
-    text = f"may have {facts.descriptors} descriptors open, and needs {needed}"
-    yield Finding(Level.ERROR, "descriptors", facts.worker, text, f"ulimit -n {needed}")
-
-
-def check_shm(facts: HostFacts) -> Iterator[Finding]:
-    """Yields whether ``/dev/shm`` is large enough for those that use it."""
-    if facts.shm_bytes >= LEAST_SHM_BYTES:
-        return
-    text = (
-        f"/dev/shm has {facts.shm_bytes // _MEBIBYTE} MiB: data loaders and torch.multiprocessing "
-        "keep tensors there (Weft does not)"
-    )
-    fix = "docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm"
-    yield Finding(Level.ERROR, "/dev/shm", facts.host, text, fix)
-
-
-def check_ptrace(facts: HostFacts) -> Iterator[Finding]:
-    """Yields whether workers may read one another's memory."""
-    if facts.ptrace_scope <= 0:
-        return
-    text = (
-        f"ptrace_scope is {facts.ptrace_scope}: workers that are not parent and child may not read "
-        "one another's memory, so tensors that find no room in shared memory go through sockets"
-    )
-    fix = "sysctl kernel.yama.ptrace_scope=0"
-    yield Finding(Level.NOTE, "ptrace", facts.host, text, fix)
-
-
-def check_names(facts: HostFacts) -> Iterator[Finding]:
-    """Yields whether the name of a host leads to an address."""
+    if 0 <= facts.descriptors < needed:
+        text = f"may have {facts.descriptors} descriptors open, and needs {needed}"
+        yield Finding(Level.ERROR, "descriptors", facts.worker, text, f"ulimit -n {needed}")
+    if facts.shm_bytes < LEAST_SHM_BYTES:
+        text = (
+            f"/dev/shm has {facts.shm_bytes // _MEBIBYTE} MiB: data loaders and "
+            "torch.multiprocessing keep tensors there (Weft does not)"
+        )
+        fix = "docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm"
+        yield Finding(Level.ERROR, "/dev/shm", facts.host, text, fix)
+    if facts.ptrace_scope > 0:
+        text = (
+            f"ptrace_scope is {facts.ptrace_scope}: workers that are not parent and child may not "
+            "read one another's memory, so tensors that find no room in shared memory go through "
+            "sockets"
+        )
+        fix = "sysctl kernel.yama.ptrace_scope=0"
+        yield Finding(Level.NOTE, "ptrace", facts.host, text, fix)
     if facts.is_resolved and not facts.addresses:
         text = "its own name does not resolve, and gloo asks for it"
         fix = f"add {facts.host} to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface"
@@ -243,24 +225,20 @@ def check_mtu(facts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def check_clocks(pairs: Sequence[PairFacts]) -> Iterator[Finding]:
-    """Yields by how much the clocks of all hosts differ, unless that is an error."""
+    """Yields which clocks differ too much, and else by how much those of all hosts do."""
+    for each in pairs:
+        if not each.error and abs(each.clock_s) > MOST_CLOCK_S:
+            text = f"the clock of {each.callee} is {each.clock_s:+.1f} s off that of {each.caller}"
+            fix = "run an NTP client on both hosts"
+            yield Finding(Level.ERROR, "clock", each.callee, text, fix)
     between = [each for each in pairs if each.latency_s and not each.is_one_host]
-    if not between:
-        return
-    worst = max(between, key=lambda each: abs(each.clock_s))
-    if abs(worst.clock_s) <= MOST_CLOCK_S:
+    worst = max(between, key=lambda each: abs(each.clock_s), default=None)
+    if worst is not None and abs(worst.clock_s) <= MOST_CLOCK_S:
         text = (
             f"clocks differ by {abs(worst.clock_s) * 1e3:.1f} ms at most, as those of "
             f"{worst.caller} and {worst.callee}, measured to {worst.clock_error_s * 1e3:.1f} ms"
         )
         yield Finding(Level.GOOD, "clock", "all hosts", text)
-
-
-def check_clock(pair: PairFacts) -> Iterator[Finding]:
-    """Yields whether two clocks agree."""
-    if not pair.error and abs(pair.clock_s) > MOST_CLOCK_S:
-        text = f"the clock of {pair.callee} is {pair.clock_s:+.1f} s off that of {pair.caller}"
-        yield Finding(Level.ERROR, "clock", pair.callee, text, "run an NTP client on both hosts")
 
 
 def check_pair(pair: PairFacts) -> Iterator[Finding]:

@@ -63,46 +63,6 @@ class Slice(NamedTuple):
     is_apart: bool = False
 
 
-class _Message(NamedTuple):
-    """A message that was sent or received here."""
-
-    is_sent: bool
-    thread: int
-    began_s: float
-    ended_s: float
-    sender: int
-    receiver: int
-    kind: int
-    number: int
-    size_bytes: int
-    ids: Ids
-    channels: dict[str, int]
-
-    @property
-    def call(self) -> str:
-        """The key of the call that the message belongs to; empty if to none."""
-        if self.kind == Kind.CALL:
-            return _key(self.sender, self.receiver, self.number, self.ids.creation)
-        return _key(self.receiver, 0, self.number, 0) if self.kind == Kind.REPLY else ""
-
-    @property
-    def name(self) -> str:
-        """The kind of the message, in small letters."""
-        try:
-            return Kind(self.kind).name.lower().replace("_", " ")
-        except ValueError:
-            return f"message of kind {self.kind}"
-
-    @property
-    def arrow(self) -> str:
-        """The name of its arrow."""
-        if self.call:
-            return f"{self.name} {self.call}"
-        ids = self.ids
-        which = ids.message_id if self.kind == Kind.GRADIENTS else ids.creation
-        return f"{self.name} {self.sender}.{self.receiver}.{self.number}.{which}"
-
-
 def _key(caller: int, callee: int, number: int, creation: int) -> str:
     """Returns the name of a call, which is the same at its caller and its callee."""
     return f"{caller}.{number}" if number else f"{caller}.{callee}.{creation}"
@@ -138,17 +98,11 @@ class Slicer:
         for number, tag, *fields in sorted(rows, key=lambda row: int(row[0])):
             self._rows[tag].append((number, *fields))
             self._note_call(tag, fields)
-        found = [*self._sent(), *self._received()]
-        self._found = [each for each in found if each.call not in self._own]
-        for message in self._found:
-            if message.kind == Kind.CALL:
-                self._contexts.setdefault(message.call, message.ids.context_id)
-                if message.is_sent:
-                    self._begun[message.call] = message.began_s
+        self._messages = [*self._sent(), *self._received()]
 
     def slices(self) -> list[Slice]:
         """Returns all slices; those that overlap others of their thread are set apart."""
-        parts = (self._made(), self._created(), self._runs(), self._exchanged(), self._work())
+        parts = (self._messages, self._made(), self._created(), self._runs(), self._work())
         return set_apart([each for part in parts for each in part])
 
     def _note_call(self, tag: int, fields: Sequence[Any]) -> None:
@@ -167,7 +121,9 @@ class Slicer:
         if function.startswith(SERVICE):
             self._own.add(key)
 
-    def _sent(self) -> Iterator[_Message]:
+    # Messages
+
+    def _sent(self) -> Iterator[Slice]:
         offered: dict[Any, deque[Any]] = defaultdict(deque)
         for _, *which, channels in self._rows[OFFERED]:
             offered[tuple(which)].append(channels)
@@ -179,15 +135,53 @@ class Slicer:
             channels = {name: count for name, count in inside.items() if count}
             if offered[peer, kind, number]:
                 channels.update(offered[peer, kind, number].popleft())
-            ended_s = max(self._ends.get(row, began_s), began_s)
-            ends = True, thread, began_s, ended_s, self._me, peer
-            yield _Message(*ends, kind, number, size_bytes, ids, channels)
+            times = began_s, max(self._ends.get(row, began_s), began_s)
+            told = {"bytes": size_bytes} | ({"tensors": channels} if channels else {})
+            yield from self._message(SEND, thread, times, peer, kind, number, ids, told)
 
-    def _received(self) -> Iterator[_Message]:
+    def _received(self) -> Iterator[Slice]:
         for _, at_s, thread, peer, size_bytes, kind, flags, number, head in self._rows[RECEIVED]:
             ids = ids_in(kind, flags, head, size_bytes - HEADER_BYTES)
-            ends = False, thread, at_s, at_s, peer, self._me
-            yield _Message(*ends, kind, number, size_bytes, ids, {})
+            told = {"bytes": size_bytes}
+            yield from self._message(RECEIVE, thread, (at_s, at_s), peer, kind, number, ids, told)
+
+    def _message(
+        self,
+        category: str,
+        thread: int,
+        times: tuple[float, float],
+        peer: int,
+        kind: int,
+        number: int,
+        ids: Ids,
+        told: dict[str, Any],
+    ) -> Iterator[Slice]:
+        """Yields the slice of a message, unless it belongs to a call of the trace itself."""
+        sender, receiver = (self._me, peer) if category == SEND else (peer, self._me)
+        what = Kind(kind).name.lower().replace("_", " ")
+        key, arrow = "", f"{what} {sender}.{receiver}.{number}.{ids.creation}"
+        if kind == Kind.CALL:
+            key = _key(sender, receiver, number, ids.creation)
+            self._contexts.setdefault(key, ids.context_id)
+            if category == SEND:
+                self._begun[key] = times[0]
+        elif kind == Kind.REPLY:
+            key = _key(receiver, 0, number, 0)
+        elif kind == Kind.GRADIENTS:
+            arrow = f"{what} {sender}.{receiver}.{number}.{ids.message_id}"
+        if key in self._own:
+            return
+        function = self._functions.get(key, "")
+        args: dict[str, Any] = {"kind": what, **told}
+        if function:
+            args |= {"call": key, "function": function}
+        elif number:
+            args["number"] = number
+        if ids.context_id > 0:
+            args["context"] = ids.context_id
+        args["to" if category == SEND else "from"] = self._name(peer)
+        name = f"{category} {what} {function}".rstrip()
+        yield Slice(thread, *times, category, name, args, f"{what} {key}" if key else arrow)
 
     def _name(self, worker: int) -> str:
         return self._names.get(worker, f"worker {worker}")
@@ -247,29 +241,7 @@ class Slicer:
             title = f"answer {name}"
             yield Slice(ended_in, ended_s, answered_s, "answer", title, args)
 
-    # Messages and other work
-
-    def _exchanged(self) -> Iterator[Slice]:
-        for each in self._found:
-            function = self._functions.get(each.call)
-            args: dict[str, Any] = {"kind": each.name, "bytes": each.size_bytes}
-            if function is not None:
-                args |= {"call": each.call, "function": function}
-            elif each.number:
-                args["number"] = each.number
-            if each.ids.context_id > 0:
-                args["context"] = each.ids.context_id
-                if each.ids.message_id > 0:
-                    args["message"] = each.ids.message_id
-            if each.channels:
-                args["tensors"] = each.channels
-            category, way, other = RECEIVE, "from", each.sender
-            if each.is_sent:
-                category, way, other = SEND, "to", each.receiver
-            args[way] = self._name(other)
-            name = " ".join(filter(None, (category, each.name, function)))
-            times = each.began_s, each.ended_s
-            yield Slice(each.thread, *times, category, name, args, each.arrow)
+    # Other work
 
     def _work(self) -> Iterator[Slice]:
         pulled: dict[int, list[Any]] = defaultdict(list)
