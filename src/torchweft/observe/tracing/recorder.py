@@ -66,12 +66,17 @@ class Profile:
         self._profile = make(**settings)
         self._profile.__enter__()
 
-    def end(self, tracks: Tracks) -> list[Slice]:
-        """Ends it; returns its events as slices."""
+    def end(self) -> None:
+        """Ends it."""
         try:
             self._profile.__exit__(None, None, None)
         except Exception:  # The program may have ended it, by a profile of its own.
             log_exception("the profile of a trace could not be read")
+            self._profile = None
+
+    def slices(self, tracks: Tracks) -> list[Slice]:
+        """Returns its events as slices."""
+        if self._profile is None:
             return []
         since_s, found = _since_1970_s(), []
         for event in self._profile.kineto_results.events():
@@ -151,8 +156,9 @@ class Recording:
         self.rows = Rows(limit)
         self.own_calls: list[tuple[int, int]] = []
         self.links: list[Link] = []
-        self.about: dict[str, Any] | None = None
-        """What ``end`` returns, once it has ended."""
+        self.is_on = True
+        self.about: dict[str, Any] = {}
+        """What is said of the recording, once it has been read."""
         self.slices: deque[Slice] = deque()
         self.profile = Profile() if profiles else None
 
@@ -175,7 +181,7 @@ class Recorder:
     @property
     def is_on(self) -> bool:
         """Whether this worker is traced now."""
-        return self._recording is not None and self._recording.about is None
+        return self._recording is not None and self._recording.is_on
 
     def begin(self, trace: int, leader: int, limit: int, *, profiles: bool) -> None:
         """Begins to note.
@@ -232,6 +238,9 @@ class Recorder:
             recording.links.append(link)
 
     def _switch_off(self, recording: Recording) -> None:
+        if not recording.is_on:
+            return
+        recording.is_on = False
         agent, worker = self._agent, self._worker
         agent.links.on_made = None
         for link in list(recording.links):
@@ -243,9 +252,11 @@ class Recorder:
             hook.remove()
         if self._watcher is not None:
             worker.unwatch(self._watcher)
+        if recording.profile is not None:
+            recording.profile.end()
 
-    def end(self, trace: int, leader: int) -> dict[str, Any]:
-        """Stops noting; returns plain values about the recording, without its slices.
+    def end(self, trace: int, leader: int) -> None:
+        """Stops noting.
 
         Args:
             trace: The number of the trace.
@@ -256,21 +267,36 @@ class Recorder:
         """
         with self._lock:
             recording = self._checked(trace, leader)
-            if recording.about is None:
-                self._note_own_call(recording)
-                self._switch_off(recording)
-                recording.about = self._ended(recording)
-            return recording.about
+            self._note_own_call(recording)
+            self._switch_off(recording)
 
-    def _ended(self, recording: Recording) -> dict[str, Any]:
+    def take(self, trace: int, leader: int, count: int) -> tuple[dict[str, Any], list[Any]]:
+        """Takes slices out of a recording that has ended, ``count`` at most.
+
+        When there is none left, the recording is over.
+
+        Returns:
+            Plain values about the recording, and the fields of the slices.
+        """
+        with self._lock:
+            recording = self._checked(trace, leader)
+            self._switch_off(recording)
+            recording.about = recording.about or self._read(recording)
+            slices = recording.slices
+            if not slices:
+                self._drop()
+            taken = [tuple(slices.popleft()) for _ in range(min(count, len(slices)))]
+            return recording.about, taken
+
+    def _read(self, recording: Recording) -> dict[str, Any]:
         """Makes the slices of a recording; returns what is said of it."""
         me, tracks = self._agent.me, Tracks()
         names = {peer.id: peer.name for peer in list(self._agent.peers.values())}
         rows, ends, dropped = recording.rows.end()
-        noted = Slicer(rows, ends, me.id, names, recording.own_calls).slices()
-        recording.slices.extend(each._replace(track=tracks.of_thread(each.track)) for each in noted)
-        profiled = [] if recording.profile is None else recording.profile.end(tracks)
-        recording.slices.extend(set_apart(profiled))
+        for each in Slicer(rows, ends, me.id, names, recording.own_calls).slices():
+            recording.slices.append(each._replace(track=tracks.of_thread(each.track)))
+        if recording.profile is not None:
+            recording.slices.extend(set_apart(recording.profile.slices(tracks)))
         return {
             "name": me.name,
             "rank": me.info.id,
@@ -281,32 +307,13 @@ class Recorder:
             "dropped": dropped,
         }
 
-    def take(self, trace: int, leader: int, count: int) -> list[tuple[Any, ...]]:
-        """Takes slices out of a recording that has ended.
-
-        When there is none left, the recording is over.
-
-        Args:
-            trace: The number of the trace.
-            leader: The worker that says so.
-            count: How many to return at most.
-        """
-        with self._lock:
-            slices = self._checked(trace, leader).slices
-            if not slices:
-                self._drop()
-            return [tuple(slices.popleft()) for _ in range(min(count, len(slices)))]
-
     def forget(self, trace: int, leader: int) -> None:
         """Ends a trace without its slices; nothing if the worker records none of that leader."""
         with self._lock:
             recording = self._recording
             if recording is None or recording.id != (trace, leader):
                 return
-            if recording.about is None:
-                self._switch_off(recording)
-                if recording.profile is not None:
-                    recording.profile.end(Tracks())
+            self._switch_off(recording)
             self._drop()
 
     def _drop(self) -> None:
@@ -386,16 +393,16 @@ def _caller(agent: Agent) -> int:
 
 
 @remotely_callable
-def end(trace: int) -> dict[str, Any]:
-    """Has this worker stop recording; returns what it says about the recording."""
+def end(trace: int) -> None:
+    """Has this worker stop recording."""
     check_types(trace=(trace, int))
     agent = current()
-    return agent.slots[RECORDER].end(trace, _caller(agent))
+    agent.slots[RECORDER].end(trace, _caller(agent))
 
 
 @remotely_callable
-def take(trace: int) -> list[tuple[Any, ...]]:
-    """Returns the next slices of a recording that has ended; none if it has no more."""
+def take(trace: int) -> tuple[dict[str, Any], list[Any]]:
+    """Returns what is said of a recording, and its next slices; none if it has no more."""
     check_types(trace=(trace, int))
     agent = current()
     return agent.slots[RECORDER].take(trace, _caller(agent), BATCH)

@@ -150,13 +150,14 @@ class Trace:
     def _finish(self) -> None:
         agent = current()
         others = [peer for peer in self._traced if not peer.is_self]
-        about = {agent.me.id: recorder.end(self._id)}
-        about |= self._ask(others, recorder.end, (self._id,))
+        recorder.end(self._id)
+        ended = {agent.me.id} | self._ask(others, recorder.end, (self._id,)).keys()
         traced: list[Traced] = []
         for peer in self._traced:
-            if peer.id in about:
+            if peer.id in ended:
                 try:
-                    traced.append(Traced(about[peer.id], self._take(peer), self._alignment(peer)))
+                    about, slices = self._take(peer)
+                    traced.append(Traced(about, slices, self._alignment(peer)))
                 except (WorkerLost, TimeoutError, ConnectionError) as error:
                     self.missing[peer.name] = _reason(error)
         for peer in agent.members.present():
@@ -208,16 +209,17 @@ class Trace:
             raise refusals[0]
         return results
 
-    def _take(self, peer: Peer) -> list[Slice]:
+    def _take(self, peer: Peer) -> tuple[dict[str, Any], list[Slice]]:
+        """Takes what a worker has recorded; returns what is said of it, and the slices."""
         slices: list[Slice] = []
         while True:
             if peer.is_self:
-                some = recorder.take(self._id)
+                about, some = recorder.take(self._id)
             else:
                 args = (self._id,)
-                some = rpc_sync(peer.info, recorder.take, args, timeout=self._timeout_s)
+                about, some = rpc_sync(peer.info, recorder.take, args, timeout=self._timeout_s)
             if not some:
-                return slices
+                return about, slices
             slices += map(Slice._make, some)
 
     # Clocks
