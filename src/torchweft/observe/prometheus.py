@@ -25,7 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
-from torchweft.observe.metrics import BOUNDS_S, COUNTER, GAUGE, Distribution, Metric
+from torchweft.observe.measures import BOUNDS_S, COUNTER, GAUGE, Distribution, Metric
 from torchweft.scraping import Address, listener
 
 _UNITS = {"s": "seconds", "By": "bytes"}

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.observe.reports import member, report
 from torchweft.errors import ConfigurationError
 from torchweft.observe import prometheus
-from torchweft.observe.metrics import Metric, Server, measures_of
+from torchweft.observe.measures import Metric, measures_of
+from torchweft.observe.metrics import Server
 from torchweft.observe.prometheus import family_of
 from torchweft.observe.report import FunctionCounts, bucket_of
 from torchweft.scraping import Address
