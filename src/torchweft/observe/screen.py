@@ -322,25 +322,37 @@ class Waits(Screen[None]):
 
 
 def fill(table: Cells, content: text.Table, *, has_names: bool = False) -> None:
-    """Shows rows in a table; the cursor and the first row in view stay.
+    """Shows rows in a table; the cursor stays at its row, and only cells that differ change.
 
     Args:
         table: The table.
         content: Its heads and rows.
-        has_names: Whether the first cell names a row, so that the cursor stays at that name.
+        has_names: Whether the first cell names a row, so that rows may change their order.
     """
+    if [column.value for column in table.columns] != list(content.heads):
+        table.clear(columns=True)
+        for head in content.heads:
+            table.add_column(head, key=head)
     keys = [row[0] if has_names else str(at) for at, row in enumerate(content.rows)]
     shown = [str(row.key.value) for row in table.ordered_rows]
-    at_cursor, at_y = shown[table.cursor_row] if shown else "", table.scroll_offset.y
-    with table.app.batch_update():
-        is_new = [column.value for column in table.columns] != list(content.heads)
-        table.clear(columns=is_new)
-        for head in content.heads if is_new else ():
-            table.add_column(head, key=head)
+    at_cursor = shown[table.cursor_row] if shown else ""
+    if sorted(keys) != sorted(shown):
+        table.clear()
         for key, row in zip(keys, content.rows, strict=True):
             table.add_row(*_cells(content, row), key=key)
         if at_cursor in keys:
-            table.move_cursor(row=keys.index(at_cursor), scroll=False)
+            table.move_cursor(row=keys.index(at_cursor))
+        return
+    for key, row in zip(keys, content.rows, strict=True):
+        for head, cell in zip(content.heads, _cells(content, row), strict=True):
+            if table.get_cell(key, head) != cell:
+                table.update_cell(key, head, cell, update_width=True)
+    if keys != shown:
+        place = {key: at for at, key in enumerate(keys)}
+        at_y = table.scroll_offset.y
+        table.sort(content.heads[0], key=lambda cell: place[cell.plain])
+        table.move_cursor(row=keys.index(at_cursor))
+        # The table would follow its cursor, away from the first rows of the order.
         table.scroll_to(y=at_y, animate=False, force=True)
         table.call_after_refresh(table.scroll_to, y=at_y, animate=False, force=True)
 
