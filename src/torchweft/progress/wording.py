@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torchweft.columns import printable
 from torchweft.progress.work import Job, Loss, Straggler, Work, WorkerShare
 
-GAP = "  "
 MOST_LISTED = 8
 """How many workers, or parts, are listed by name or number; more are only counted."""
 MOST_JOBS = 3
@@ -44,7 +43,7 @@ def rows_of(label: str, nouns: Nouns, work: Work) -> list[Row]:
     """Returns the row of the program's steps, or else of all jobs, and those of running jobs."""
     if work.steps or work.total:
         total = "" if work.total is None else f"/{work.total}"
-        figures = GAP.join(f"{name} {figure}" for name, figure in work.figures.items())
+        figures = "  ".join(f"{name} {figure}" for name, figure in work.figures.items())
         rows = [Row(label or "step", work.steps, work.total, f"{work.steps}{total}", figures)]
     else:
         done = f"{counted(work.parts_ended, nouns.part)} done"
@@ -63,11 +62,11 @@ def rows_of(label: str, nouns: Nouns, work: Work) -> list[Row]:
 def log_line(label: str, nouns: Nouns, work: Work) -> str:
     """Returns one line for a log with the progress of the steps and the jobs."""
     first, *jobs = rows_of(label, nouns, work)
-    gap = " " if work.steps or work.total else GAP
+    gap = " " if work.steps or work.total else "  "
     parts = [f"{first.title}{gap}{first.done}"]
     parts += [pace(work.per_s, work.left_s), first.note]
     parts += [f"{job.title} {job.done}" for job in jobs]
-    return GAP.join(filter(None, parts))
+    return "  ".join(filter(None, parts))
 
 
 def pace(per_s: float | None, left_s: float | None) -> str:
@@ -77,7 +76,7 @@ def pace(per_s: float | None, left_s: float | None) -> str:
         told.append(f"{per_s:.1f} steps/s" if per_s >= 1 else f"{1 / per_s:.1f} s a step")
     if left_s is not None:
         told.append(f"{clock(left_s)} left")
-    return GAP.join(told)
+    return "  ".join(told)
 
 
 def warnings_of(found: list[Loss | Straggler], nouns: Nouns) -> list[str]:
@@ -140,7 +139,7 @@ def _running(job: Job) -> str:
     told = [
         f"{worker} {'lost' if worker in job.lost else count}" for worker, count in running.items()
     ]
-    return f"running: {GAP.join(told)}" if told else ""
+    return f"running: {'  '.join(told)}" if told else ""
 
 
 def _behind(straggler: Straggler, nouns: Nouns) -> str:
