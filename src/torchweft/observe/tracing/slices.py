@@ -133,8 +133,9 @@ class Slicer:
             behind = size_bytes - HEADER_BYTES - 8 * count - control_bytes
             inside = {"inline": ids.inline_bytes, "stream": behind}
             channels = {name: count for name, count in inside.items() if count}
-            if offered[peer, kind, number]:
-                channels.update(offered[peer, kind, number].popleft())
+            waiting = offered.get((peer, kind, number))
+            if waiting:
+                channels.update(waiting.popleft())
             times = began_s, max(self._ends.get(row, began_s), began_s)
             told = {"bytes": size_bytes} | ({"tensors": channels} if channels else {})
             yield from self._message(SEND, thread, times, peer, kind, number, ids, told)
