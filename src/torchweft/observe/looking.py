@@ -74,6 +74,13 @@ class Look:
     notes: list[str]
 
     @property
+    def numbers(self) -> list[text.Table]:
+        """The numbers that components of workers tell; of an opened worker, also drawn."""
+        drawn = self.reports if self.peers is not None else []
+        tables = [table for report in drawn for table in text.histograms(report)]
+        return text.number_tables(self.reports) + tables
+
+    @property
     def opened(self) -> list[text.Table]:
         """The tables of the opened worker; none in an overview."""
         if self.peers is None:
@@ -87,7 +94,7 @@ class Look:
 
     def as_text(self) -> str:
         """Returns everything as text."""
-        tables = [self.workers, *text.number_tables(self.reports)]
+        tables = [self.workers, *self.numbers]
         if self.functions:
             tables.append(text.functions_table(self.functions))
         drawn = map(text.drawn, tables + self.opened)

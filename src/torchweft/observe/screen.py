@@ -371,7 +371,7 @@ def _text(name: str, content: str = "") -> VerticalScroll:
 
 
 def _numbers(seen: Look) -> str:
-    return "\n\n".join(map(text.drawn, text.number_tables(seen.reports)))
+    return "\n\n".join(map(text.drawn, seen.numbers))
 
 
 def _comparable(value: Any) -> Any:

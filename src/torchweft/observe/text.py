@@ -17,6 +17,8 @@ _MOST_CALLS = 30
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _NAMED = 2
 _MOST_VALUES = 4
+_MOST_BARS = 20
+_BAR_WIDTH = 40
 
 LOST, SILENT = "lost", "silent"
 """States of workers that do not answer."""
@@ -176,6 +178,39 @@ def _shares(counts: Mapping[str, int]) -> str:
     rest = total - sum(count for _, count in frequent)
     shown = [f"{value}: {count / total:.0%}" for value, count in frequent]
     return ", ".join([*shown, f"others: {rest / total:.0%}"] if rest else shown)
+
+
+def histograms(report: Report) -> list[Table]:
+    """Returns the histograms that components of a worker tell, drawn."""
+    tables = []
+    for table in report.numbers:
+        for row in table.rows:
+            for name, counts in row.histograms.items():
+                title = f"{name} of {table.title}: {', '.join(row.labels)}"
+                tables.append(Table(title, (name, "count", "share", "drawn"), bars(counts), 0))
+    return [each for each in tables if each.rows]
+
+
+def bars(counts: Mapping[str, int]) -> list[list[str]]:
+    """Returns a row for each value of a histogram, or for each range of values if there are many:
+    the value, how often it was observed, its share, and a bar.
+    """
+    if not counts:
+        return []
+    values = sorted((int(value), count) for value, count in counts.items())
+    first, width = values[0][0], max(1, -(-(values[-1][0] - values[0][0] + 1) // _MOST_BARS))
+    by_range: dict[int, int] = {}
+    for value, count in values:
+        place = (value - first) // width
+        by_range[place] = by_range.get(place, 0) + count
+    total, largest = sum(by_range.values()), max(by_range.values())
+    rows = []
+    for place in range(max(by_range) + 1):
+        count, low = by_range.get(place, 0), first + place * width
+        span = str(low) if width == 1 else f"{low}-{low + width - 1}"
+        bar = "#" * round(_BAR_WIDTH * count / largest) or "." * (count > 0)
+        rows.append([span, f"{count:,}", f"{count / total:.1%}", bar])
+    return rows
 
 
 def stacks(report: Report) -> str:

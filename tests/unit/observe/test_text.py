@@ -89,3 +89,21 @@ def test_numbers_of_components_are_in_one_table_for_all_workers() -> None:
         "a       words  1,200   25.5%       -  0: 75%, 2: 25%",
         "b       days       7       -  2.5 kB",
     ]
+    (drawn,) = text.histograms(reports[0])
+    assert text.drawn(drawn).splitlines() == [
+        "staleness of lookups: words",
+        "staleness  count  share  drawn",
+        f"        0      3  75.0%  {'#' * 40}",
+        "        1      0   0.0%",
+        f"        2      1  25.0%  {'#' * 13}",
+    ]
+    assert text.histograms(reports[1]) == []
+
+
+def test_many_values_of_a_histogram_are_drawn_as_ranges() -> None:
+    rows = text.bars({str(value): 1 for value in range(5, 55)} | {"99": 1000})
+    assert [row[0] for row in rows[:2]] == ["5-9", "10-14"]
+    assert len(rows) == 19
+    assert rows[-1] == ["95-99", "1,000", "95.2%", "#" * 40]
+    assert rows[0][1:] == ["5", "0.5%", "."]
+    assert text.bars({}) == []
