@@ -51,7 +51,7 @@ def control(kind: Kind, context: int, message: int) -> bytes:
     if kind == Kind.GRADIENTS:
         name = PassName(context, 5, 4, PassMode())
         return encode(name, Gradients(message, (), Progress([1], [2])), 0, b"value") + b"t" * 40
-    return encode_call(1.0, -1, context, message, b"m:f", b"", b"", (), b"value", b"t" * 40)
+    return encode_call(1.0, -1, context, message, b"m:f", b"", (), b"value", b"t" * 40)
 
 
 def sent(
