@@ -1,50 +1,42 @@
-"""Made-up records of two or three workers, for tests of what is made of them."""
+"""Made-up rows of two or three workers, for tests of what is made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from torchweft.autograd.codec import PassMode, PassName, encode
+from torchweft.engine.protocol.backward import Gradients, Progress
 from torchweft.engine.protocol.observing import Lead
-from torchweft.engine.wire.messages import Kind
-from torchweft.observe.tracing.joining import Joined, join
-from torchweft.observe.tracing.records import (
-    BACKWARD,
-    SAME,
-    Alignment,
-    Made,
-    Ran,
-    Received,
-    Record,
-    Sent,
-    Served,
-    Thread,
-    WorkerTrace,
-)
+from torchweft.engine.wire.frames import HEADER_BYTES, encode_frame
+from torchweft.engine.wire.messages import Kind, encode_call, encode_reply
+from torchweft.observe.tracing.chrome import SAME, Alignment, Traced
+from torchweft.observe.tracing.notes import MADE, RAN, RECEIVED, SENT, SERVED, Row, head_in
+from torchweft.observe.tracing.reading import BACKWARD
+from torchweft.observe.tracing.slices import Slicer
 
 MAIN, SERVING = 11, 22
 NAMES = {0: "trainer", 1: "server", 2: "other"}
 CONTEXT = 77
 
+Fields = tuple[Any, ...]
+"""A row without its number."""
 
-def worker(number: int, records: Iterable[Record], ahead_s: float = 0.0) -> WorkerTrace:
-    """Returns the records of a worker, which were made at its own time."""
-    return WorkerTrace(
-        id=number,
-        name=NAMES[number],
-        rank=number,
-        host="here",
-        pid=100 + number,
-        began_s=ahead_s,
-        ended_s=10.0 + ahead_s,
-        peers=NAMES,
-        threads={MAIN: Thread(1000 + number, "MainThread"), SERVING: Thread(2000 + number, "weft")},
-        own_calls=frozenset({(0, 900)}),
-        links=(),
-        dropped=0,
-        records=list(records),
-        profiled=[],
-        profiled_dropped=0,
-    )
+
+def worker(number: int, fields: Iterable[Fields], ends: dict[int, float] | None = None) -> Traced:
+    """Returns what a worker has recorded, at its own time."""
+    rows: list[Row] = [(place, *each) for place, each in enumerate(fields)]
+    about = {
+        "name": NAMES[number],
+        "rank": number,
+        "host": "here",
+        "pid": 100 + number,
+        "tracks": {MAIN: "MainThread", SERVING: "weft"},
+    }
+    slices = Slicer(rows, ends or {}, number, NAMES, [(0, 900)]).slices()
+    used = {each.track for each in slices}
+    about["tracks"] = {track: f"thread {track}" for track in sorted(used)}
+    return Traced(about, slices, SAME)
 
 
 def alignment(ahead_s: float, error_s: float) -> Alignment:
@@ -52,77 +44,85 @@ def alignment(ahead_s: float, error_s: float) -> Alignment:
     return Alignment(lead, lead._replace(at_s=10.0))
 
 
-def sent(peer: int, kind: Kind, number: int, at_s: float, size: int = 100, **others: int) -> Sent:
-    ids = {"context_id": 0, "message_id": 0, "creation": -1, "inline_bytes": 0, "stream_bytes": 0}
+def control(kind: Kind, context: int, message: int) -> bytes:
+    """Returns the control part of a message with 40 bytes of a small tensor."""
+    if kind == Kind.REPLY:
+        return encode_reply(context, message, (), b"value", b"t" * 40)
+    if kind == Kind.GRADIENTS:
+        name = PassName(context, 5, 4, PassMode())
+        return encode(name, Gradients(message, (), Progress([1], [2])), 0, b"value") + b"t" * 40
+    return encode_call(1.0, -1, context, message, b"m:f", b"", (), b"value", b"t" * 40)
+
+
+def sent(
+    peer: int,
+    kind: Kind,
+    number: int,
+    at_s: float,
+    more: int = 0,
+    context: int = 0,
+    message: int = 0,
+) -> Fields:
+    """Returns the row of a message with ``more`` bytes behind it."""
+    part = control(kind, context, message)
+    frame = encode_frame(kind, 0, number, part)[0]
+    head = bytes(frame[:HEADER_BYTES]) + head_in(kind, part)
     thread = MAIN if kind == Kind.CALL else SERVING
-    return Sent(at_s, at_s + 0.001, thread, peer, int(kind), number, size, **{**ids, **others})
+    return SENT, at_s, thread, peer, len(frame) + more, head
 
 
 def received(
-    peer: int, kind: Kind, number: int, at_s: float, size: int = 100, **others: int
-) -> Received:
-    ids = {"context_id": 0, "message_id": 0, "creation": -1, **others}
+    peer: int,
+    kind: Kind,
+    number: int,
+    at_s: float,
+    more: int = 0,
+    context: int = 0,
+    message: int = 0,
+) -> Fields:
+    """Returns the row of such a message at its receiver."""
+    part = control(kind, context, message)
     thread = SERVING if kind == Kind.CALL else MAIN
-    return Received(at_s, thread, peer, int(kind), number, size, **ids)
+    size = HEADER_BYTES + len(part) + more
+    return RECEIVED, at_s, thread, peer, size, int(kind), 0, number, head_in(kind, part)
 
 
 def call(
-    number: int = 5, at_s: float = 1.0, ahead_s: float = 0.0, context: int = CONTEXT
-) -> tuple[list[Record], list[Record]]:
-    """Returns the records of the caller, worker 0, and of the callee, whose clock is ahead.
+    number: int = 5, at_s: float = 1.0, *, ended_in: int = SERVING, is_async: bool = False
+) -> tuple[list[Fields], list[Fields]]:
+    """Returns the rows of the caller, worker 0, and of the callee.
 
-    The call takes 100 ms: 20 ms to the callee, 10 ms in its queue, 40 ms for the function, 10 ms
-    for the answer, 20 ms back.
+    The call takes 100 ms: 20 ms to the callee, 10 ms in its queue, 40 ms for the function, 12 ms
+    for the answer, 18 ms back.
     """
-    ids = {"context_id": context, "message_id": 10 * number}
-    back = {"context_id": context, "message_id": 10 * number + 1}
-    there_s = at_s + ahead_s
-    caller: list[Record] = [
-        sent(1, Kind.CALL, number, at_s, inline_bytes=40, **ids),
-        received(1, Kind.REPLY, number, at_s + 0.1, 60, **back),
-        Made(at_s, at_s + 0.1, MAIN, 1, number, "model.forward", -1, 0, False, False),
+    ids = {"context": CONTEXT, "message": 10 * number}
+    back = {"context": CONTEXT, "message": 10 * number + 1}
+    caller = [
+        sent(1, Kind.CALL, number, at_s, **ids),
+        received(1, Kind.REPLY, number, at_s + 0.1, **back),
+        (MADE, at_s, at_s + 0.1, MAIN, 1, number, "model.forward", -1, 0, is_async, False),
     ]
-    callee: list[Record] = [
-        received(0, Kind.CALL, number, there_s + 0.02, **ids),
-        Served(
-            there_s + 0.02,
-            there_s + 0.03,
-            there_s + 0.07,
-            there_s + 0.082,
-            SERVING,
-            SERVING,
-            0,
-            number,
-            -1,
-            "model.forward",
-            context,
-            False,
-        ),
-        sent(0, Kind.REPLY, number, there_s + 0.08, 60, **back),
+    times = at_s + 0.02, at_s + 0.03, at_s + 0.07
+    callee = [
+        received(0, Kind.CALL, number, at_s + 0.02, **ids),
+        (SERVED, *times, SERVING, ended_in, 0, number, -1, "model.forward", CONTEXT, False),
+        sent(0, Kind.REPLY, number, at_s + 0.08, **back),
     ]
     return caller, callee
 
 
-def gradients(ahead_s: float = 0.0) -> tuple[list[Record], list[Record]]:
-    """Returns the records of gradients from worker 0 to worker 1, and of the part that runs."""
-    ids = {"context_id": CONTEXT, "message_id": 51}
+ANSWERED = {1: 1.082}
+"""When the answer of the callee's call was written."""
+
+
+def step() -> list[Traced]:
+    """Returns a call and the gradients that go back along it."""
+    caller, callee = call()
+    ids = {"context": CONTEXT, "message": 51}
+    caller.append(sent(1, Kind.GRADIENTS, 3, 1.2, **ids))
+    callee.append(received(0, Kind.GRADIENTS, 3, 1.22, **ids))
     operations = {"MulBackward0": 2, "SumBackward0": 1}
     details = (("operations", operations), ("messages", (51,)), ("answered", ()))
-    there_s = 2.0 + ahead_s
-    ran = (there_s + 0.03, there_s + 0.05, SERVING, BACKWARD, "MulBackward0", CONTEXT, details)
-    return (
-        [sent(1, Kind.GRADIENTS, 3, 2.0, 80, **ids)._replace(thread=MAIN)],
-        [received(0, Kind.GRADIENTS, 3, there_s + 0.02, 80, **ids), Ran(*ran)],
-    )
-
-
-def step(ahead_s: float = 5.0) -> Joined:
-    """Returns a call and its gradients, joined; the clock of worker 1 is ahead."""
-    caller, callee = call(ahead_s=ahead_s)
-    here, there = gradients(ahead_s)
-    return join(
-        [
-            (worker(0, caller + here), SAME),
-            (worker(1, callee + there, ahead_s), alignment(ahead_s, 0.001)),
-        ]
-    )
+    callee.append((RAN, 1.23, 1.25, SERVING, BACKWARD, "MulBackward0", CONTEXT, details))
+    callee.append((RAN, 1.9, 2.0, SERVING, "optimizer", "SGD", 0, (("parameters", 2),)))
+    return [worker(0, caller), worker(1, callee, ANSWERED)]

@@ -12,7 +12,6 @@ The importer drops or misplaces what breaks these rules, without an error that a
 - An arrow binds to the slices that have its number. It begins once, ends once, and goes through at
   most one more slice. In the order of time, and of the file, it begins first and ends last.
 - Each process and each track has one name, and no name is for a track that has nothing.
-- A counter has numbers only, and its times go on.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ PHASES = {
     "X": {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"},
     "b": {"name", "cat", "ph", "pid", "tid", "ts", "id", "args"},
     "e": {"name", "cat", "ph", "pid", "tid", "ts", "id"},
-    "C": {"name", "ph", "pid", "tid", "ts", "args"},
 }
 """The fields of an event, by its phase."""
 FLOW = {"bind_id", "flow_in", "flow_out"}
@@ -53,7 +51,6 @@ class Found(NamedTuple):
         flows: For each arrow the slices that it leads through, in order.
         tracks: Names of threads by process and number.
         processes: Names of processes by number.
-        counters: Events of counters.
     """
 
     about: dict[str, Any]
@@ -61,7 +58,6 @@ class Found(NamedTuple):
     flows: dict[int, list[Event]]
     tracks: dict[tuple[int, int], str]
     processes: dict[int, str]
-    counters: list[Event]
 
     def of(self, category: str) -> list[Event]:
         return [each for each in self.slices if each["cat"] == category]
@@ -87,12 +83,10 @@ def read_events(events: list[Event], about: dict[str, Any]) -> Found:
     check_nesting(on_threads)
     slices = on_threads + asynchronous_in(events)
     slices.sort(key=lambda each: each["ts"])
-    counters = [each for each in events if each["ph"] == "C"]
-    check_counters(counters)
     used = {(each["pid"], each["tid"]) for each in slices}
     assert used == tracks.keys(), used ^ tracks.keys()
-    assert {each["pid"] for each in slices + counters} <= processes.keys()
-    return Found(about, slices, flows_of(on_threads), tracks, processes, counters)
+    assert {each["pid"] for each in slices} <= processes.keys()
+    return Found(about, slices, flows_of(on_threads), tracks, processes)
 
 
 def ns(microseconds: float) -> int:
@@ -182,17 +176,6 @@ def asynchronous_in(events: Iterable[Event]) -> list[Event]:
             slices.append({**first, "dur": event["ts"] - first["ts"]})
     assert not begun, "asynchronous slices without an end"
     return slices
-
-
-def check_counters(counters: Iterable[Event]) -> None:
-    """Checks that counters have numbers, and that all bytes that were sent have been read."""
-    last: dict[Any, Event] = {}
-    for event in counters:
-        assert event["args"].keys() == {"bytes"}, event
-        assert type(event["args"]["bytes"]) is int, event
-        assert event["args"]["bytes"] >= 0, event
-        last[event["pid"], event["name"]] = event
-    assert not any(event["args"]["bytes"] for event in last.values()), last
 
 
 def check_nesting(slices: list[Event]) -> None:

@@ -22,9 +22,8 @@ from torchweft.cli.top import DEADLOCK_STATUS, FAILURE_STATUS
 from torchweft.engine.worker.current import current
 from torchweft.errors import GroupNotFound, ObserverRefused, ShutdownError
 from torchweft.launch import Cluster, Nursery
-from torchweft.observe import files
-from torchweft.observe.files import read_folder
-from torchweft.observe.group import Group, find
+from torchweft.observe import group as observe_group
+from torchweft.observe.group import Group, find, read_folder
 from torchweft.observe.session import Access
 from torchweft.observe.waits import WaitGraph, explain
 
@@ -328,7 +327,7 @@ def test_files_name_the_lines_of_a_backward_pass_whose_worker_is_stopped(
     stuck_with_files: tuple[Cluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, folder = stuck_with_files
-    monkeypatch.setattr(files, "_APART_S", 0.0)
+    monkeypatch.setattr(observe_group, "_APART_S", 0.0)
     path, pid = tmp_path / "pipe", group.pids["worker1"]
     os.mkfifo(path)
     rpc.rpc_async("worker0", deadlocks.train_until_it_halts, args=("worker1", str(path)))
@@ -346,7 +345,7 @@ def test_files_name_the_lines_of_a_backward_pass_whose_worker_is_stopped(
     for text in (said, said_without):
         assert f"its process {pid} is stopped by a signal; kill -CONT {pid} lets it go on" in text
         assert deadlocks.line_of("runs the pass that halts") + "train_until_it_halts" in text
-    assert "worker 'worker1', which has written no file since " in said
+    assert "worker 'worker1', which has written no file for " in said
     assert deadlocks.line_of("is in the backward pass") + "backward" in said
     assert "worker 'worker1', which has written no file here: its process" in said_without
 

@@ -17,7 +17,7 @@ from torchweft.errors import (
     DuplicateName,
     WorkerLost,
 )
-from torchweft.observe.metrics.serving import reader_of
+from torchweft.observe.metrics import reader_of
 from torchweft.rpc import joining
 from torchweft.rpc.node import current_node
 

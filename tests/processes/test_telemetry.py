@@ -46,6 +46,7 @@ from tests.processes.telemetry import (
     through,
     values,
 )
+from tests.trace_reader import read_trace
 from torchweft import mapreduce, observe, rpc
 from torchweft.autograd import backward, context
 from torchweft.errors import CallTimeout
@@ -293,7 +294,7 @@ def test_spans_counters_and_a_trace_tell_of_the_same_calls(trio: Cluster, tmp_pa
         rpc.rpc_sync(name, count_calls)
     before = {name: Counter(rpc.rpc_sync(name, counted)) for name in WORKERS}
     module = RemoteModule("worker1", torch.nn.Linear, (4, 4))
-    with spanned(*WORKERS) as spans, Trace(tmp_path / "step.json") as traced:
+    with spanned(*WORKERS) as spans, Trace(tmp_path / "step.json"):
         with context() as context_id:
             backward(context_id, [module(torch.ones(1, 4)).sum()])
         rpc.rpc_sync("worker0", lambda: 3)
@@ -312,11 +313,12 @@ def test_spans_counters_and_a_trace_tell_of_the_same_calls(trio: Cluster, tmp_pa
     for (worker, direction, function), count in told.items():
         full = function if function.startswith(("t", "a")) else f"{telemetry.__name__}.{function}"
         assert now[worker][full, direction] - before[worker][full, direction] == count, function
-    calls = [each for each in traced.joined.calls if each.function.rpartition(".")[2] in mine]
-    assert len(calls) == sum(
-        1 for each in spans if each.kind is CLIENT and each.name.rpartition(".")[2] in mine
-    )
-    assert all(each.served is not None and each.request is not None for each in calls)
+    traced = read_trace(tmp_path / "step.json")
+    for kind, categories in ((CLIENT, ("call", "create")), (SERVER, ("run",))):
+        calls = [each["args"]["function"] for name in categories for each in traced.of(name)]
+        assert sum(name.rpartition(".")[2] in mine for name in calls) == sum(
+            each.kind is kind and each.name.rpartition(".")[2] in mine for each in spans
+        )
     assert all(rpc.rpc_sync(name, is_plain) for name in WORKERS)
 
 

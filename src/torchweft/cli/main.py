@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchweft import knobs, standard_streams
-from torchweft.cli import doctor, manifest, probe, run, top, trace
+from torchweft.cli import doctor, manifest, run, top
 from torchweft.errors import ConfigurationError
 from torchweft.secret import write_new
 
@@ -86,10 +86,8 @@ def _build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     run.add_parser(subcommands, arguments)
     top.add_parsers(subcommands)
-    trace.add_parser(subcommands)
     doctor.add_parser(subcommands)
     manifest.add_parser(subcommands, arguments)
-    probe.add_parser(subcommands)
     _add_secret_parser(subcommands)
     return parser
 

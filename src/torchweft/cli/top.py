@@ -1,4 +1,4 @@
-"""``torchweft top`` and ``torchweft explain``: what workers do, and why they wait."""
+"""``torchweft top``, ``explain``, ``trace`` and ``probe``: what workers do, and why they wait."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, ObserveError, ProtocolError, UnknownWorker
-from torchweft.observe.files import read_folder
-from torchweft.observe.group import Answers, find
+from torchweft.observe.group import Answers, find, look_around, read_folder
 from torchweft.observe.looking import Looker
 from torchweft.observe.session import Access
+from torchweft.observe.tracing.reading import graph_of, load, summary
 from torchweft.observe.waits import WaitGraph, as_json, explain
 
 if TYPE_CHECKING:
@@ -49,8 +49,32 @@ Says where a group is stuck and why, from the files that its workers have writte
 after a wait of {knobs.DUMP_AFTER_S.variable} seconds."""
 
 
+TRACE_DESCRIPTION = """\
+Summarises a trace that torchweft.observe.trace has written: calls and functions by time, bytes by
+channel, the slowest calls. With --context, it shows the distributed graph of that autograd context
+instead. To see the trace itself, open the file in https://ui.perfetto.dev."""
+
+TRACE_EXAMPLES = """\
+examples:
+  torchweft trace step.json
+  torchweft trace step.json --context 1"""
+
+PROBE_DESCRIPTION = """\
+Says by its exit status whether the workers of this host or container answer: 1 if one that has
+joined a group does not. It takes no part in the group. Where no worker has joined yet, or all have
+left, the status is 0, or with --joined 1. The first is for a liveness probe, the second for a
+readiness probe."""
+
+
 def add_parsers(subcommands: Subparsers) -> None:
-    """Adds the command lines of ``torchweft top`` and ``torchweft explain``."""
+    """Adds the command lines of these subcommands."""
+    _add_top(subcommands)
+    _add_explain(subcommands)
+    _add_trace(subcommands)
+    _add_probe(subcommands)
+
+
+def _add_top(subcommands: Subparsers) -> None:
     top = subcommands.add_parser(
         "top",
         help="show what the workers of a running group do",
@@ -79,6 +103,9 @@ def add_parsers(subcommands: Subparsers) -> None:
         "--timeout", type=float, default=2.0, metavar="S", help="seconds to wait for each worker"
     )
     top.set_defaults(execute=run_top)
+
+
+def _add_explain(subcommands: Subparsers) -> None:
     explaining = subcommands.add_parser(
         "explain",
         help="say why a group is stuck, from what its workers have written",
@@ -88,6 +115,32 @@ def add_parsers(subcommands: Subparsers) -> None:
     explaining.add_argument("folder", metavar="FOLDER", help="the folder that the workers named")
     explaining.add_argument("--json", action="store_true", help="print JSON")
     explaining.set_defaults(execute=run_explain)
+
+
+def _add_trace(subcommands: Subparsers) -> None:
+    parser = subcommands.add_parser(
+        "trace",
+        help="say what a trace shows",
+        usage="torchweft trace FILE [--context N]",
+        description=TRACE_DESCRIPTION,
+        epilog=TRACE_EXAMPLES,
+    )
+    parser.add_argument("file", metavar="FILE", help="the file of the trace")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="show the graph of this autograd context"
+    )
+    parser.set_defaults(execute=run_trace)
+
+
+def _add_probe(subcommands: Subparsers) -> None:
+    parser = subcommands.add_parser(
+        "probe",
+        help="say whether the workers of this container answer",
+        usage="torchweft probe [--joined]",
+        description=PROBE_DESCRIPTION,
+    )
+    parser.add_argument("--joined", action="store_true", help="fail where no worker has joined")
+    parser.set_defaults(execute=run_probe)
 
 
 def run_top(options: argparse.Namespace) -> int:
@@ -161,7 +214,7 @@ def _show(looker: Looker, options: argparse.Namespace) -> int:
     looker.look(options.worker)
     time.sleep(options.interval)
     seen = looker.look(options.worker)
-    print(json.dumps(seen.as_json(), indent=2) if options.json else seen.as_text())
+    print(json.dumps(looker.as_json(seen), indent=2) if options.json else seen.as_text())
     return 0
 
 
@@ -181,4 +234,31 @@ def _serve(group: str, options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     serve(arguments, options.host, options.port, lambda address: print(address, flush=True))
+    return 0
+
+
+def run_trace(options: argparse.Namespace) -> int:
+    """Shows a trace, and returns the exit status."""
+    try:
+        trace = load(options.file)
+        is_whole = options.context is None
+        print(summary(trace) if is_whole else graph_of(trace, options.context).text())
+    except ObserveError as error:
+        print(f"torchweft trace: {error}", file=sys.stderr)
+        return FAILURE_STATUS
+    return 0
+
+
+def run_probe(options: argparse.Namespace) -> int:
+    """Asks the workers, and returns the exit status."""
+    try:
+        access = Access.from_environment()
+    except ConfigurationError as error:  # As before the worker: it will say so, and end.
+        print(f"torchweft probe: {error}", file=sys.stderr)
+        return FAILURE_STATUS if options.joined else 0
+    count, silent = look_around(access)
+    for text in silent:
+        print(f"torchweft probe: a worker {text}", file=sys.stderr)
+    if silent or (options.joined and not count):
+        return FAILURE_STATUS
     return 0

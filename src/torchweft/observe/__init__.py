@@ -12,24 +12,32 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torchweft.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from torchweft.observe import metrics
-    from torchweft.observe.telemetry.spans import Spans as spans
+    from torchweft.observe.telemetry import Spans as spans
     from torchweft.observe.tracing.session import Trace as trace
 
 __all__ = ["metrics", "spans", "trace"]
 
 # Loaded when first used: they need torch.
-_CLASSES = {
-    "trace": ("torchweft.observe.tracing.session", "Trace"),
-    "spans": ("torchweft.observe.telemetry.spans", "Spans"),
+_PLACES = {
+    "metrics": ("metrics", ""),
+    "spans": ("telemetry", "Spans"),
+    "trace": ("tracing.session", "Trace"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "metrics":
-        return importlib.import_module("torchweft.observe.metrics")
-    if name in _CLASSES:
-        module, kind = _CLASSES[name]
-        return getattr(importlib.import_module(module), kind)
-    raise AttributeError(f"module 'torchweft.observe' has no attribute {name!r}")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'torchweft.observe' has no attribute {name!r}")
+    place, kind = _PLACES[name]
+    try:
+        module = importlib.import_module(f"torchweft.observe.{place}")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"there are no {name} without the package {error.name!r}: "
+            "pip install 'torchweft[otel]', and an SDK with an exporter"
+        ) from error
+    return getattr(module, kind) if kind else module

@@ -8,7 +8,6 @@ two would disturb each other, and briefly, since the group is at work.
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,8 +19,8 @@ from torchweft.engine.channels.rdma import NO_DEVICE
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid import Facts, choose_backend
 from torchweft.observe.examining import THOROUGH, gather, tell_host, tell_pair
-from torchweft.observe.facts import HostFacts, PairFacts, WorkerFacts, decode_host, decode_pair
 from torchweft.observe.group import Group
+from torchweft.observe.report import HostFacts, PairFacts, WorkerFacts, decode
 from torchweft.rpc import get_worker_infos, rpc_sync
 
 __all__ = [
@@ -116,15 +115,10 @@ def diagnose(facts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator
         yield from check_twins(facts)
         yield from check_mtu(facts)
         yield from check_backend(facts)
-    for each in facts:
-        yield from check_descriptors(each, len(facts))
-    for each in {each.host: each for each in facts}.values():
-        yield from check_shm(each)
-        yield from check_ptrace(each)
-        yield from check_names(each)
+    told = [each for one in facts for each in check_host(one, len(facts))]
+    yield from dict.fromkeys(told)  # What several workers say of their host is told once.
     yield from check_clocks(pairs)
     for pair in pairs:
-        yield from check_clock(pair)
         yield from check_pair(pair)
 
 
@@ -189,41 +183,28 @@ def _devices(facts: HostFacts) -> Facts:
     )
 
 
-def check_descriptors(facts: HostFacts, workers: int) -> Iterator[Finding]:
-    """Yields whether a worker may open enough files: several for each other worker."""
+def check_host(facts: HostFacts, workers: int) -> Iterator[Finding]:
+    """Yields what is wrong with one worker and its host."""
+    # Several files for each other worker.
     needed = max(LEAST_DESCRIPTORS, 64 + 8 * workers)
-    if facts.descriptors < 0 or facts.descriptors >= needed:
-        return
-    text = f"may have {facts.descriptors} descriptors open, and needs {needed}"
-    yield Finding(Level.ERROR, "descriptors", facts.worker, text, f"ulimit -n {needed}")
-
-
-def check_shm(facts: HostFacts) -> Iterator[Finding]:
-    """Yields whether ``/dev/shm`` is large enough for those that use it."""
-    if facts.shm_bytes >= LEAST_SHM_BYTES:
-        return
-    text = (
-        f"/dev/shm has {facts.shm_bytes // _MEBIBYTE} MiB: data loaders and torch.multiprocessing "
-        "keep tensors there (Weft does not)"
-    )
-    fix = "docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm"
-    yield Finding(Level.ERROR, "/dev/shm", facts.host, text, fix)
-
-
-def check_ptrace(facts: HostFacts) -> Iterator[Finding]:
-    """Yields whether workers may read one another's memory."""
-    if facts.ptrace_scope <= 0:
-        return
-    text = (
-        f"ptrace_scope is {facts.ptrace_scope}: workers that are not parent and child may not read "
-        "one another's memory, so tensors that find no room in shared memory go through sockets"
-    )
-    fix = "sysctl kernel.yama.ptrace_scope=0"
-    yield Finding(Level.NOTE, "ptrace", facts.host, text, fix)
-
-
-def check_names(facts: HostFacts) -> Iterator[Finding]:
-    """Yields whether the name of a host leads to an address."""
+    if 0 <= facts.descriptors < needed:
+        text = f"may have {facts.descriptors} descriptors open, and needs {needed}"
+        yield Finding(Level.ERROR, "descriptors", facts.worker, text, f"ulimit -n {needed}")
+    if facts.shm_bytes < LEAST_SHM_BYTES:
+        text = (
+            f"/dev/shm has {facts.shm_bytes // _MEBIBYTE} MiB: data loaders and "
+            "torch.multiprocessing keep tensors there (Weft does not)"
+        )
+        fix = "docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm"
+        yield Finding(Level.ERROR, "/dev/shm", facts.host, text, fix)
+    if facts.ptrace_scope > 0:
+        text = (
+            f"ptrace_scope is {facts.ptrace_scope}: workers that are not parent and child may not "
+            "read one another's memory, so tensors that find no room in shared memory go through "
+            "sockets"
+        )
+        fix = "sysctl kernel.yama.ptrace_scope=0"
+        yield Finding(Level.NOTE, "ptrace", facts.host, text, fix)
     if facts.is_resolved and not facts.addresses:
         text = "its own name does not resolve, and gloo asks for it"
         fix = f"add {facts.host} to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface"
@@ -244,24 +225,20 @@ def check_mtu(facts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def check_clocks(pairs: Sequence[PairFacts]) -> Iterator[Finding]:
-    """Yields by how much the clocks of all hosts differ, unless that is an error."""
+    """Yields which clocks differ too much, and else by how much those of all hosts do."""
+    for each in pairs:
+        if not each.error and abs(each.clock_s) > MOST_CLOCK_S:
+            text = f"the clock of {each.callee} is {each.clock_s:+.1f} s off that of {each.caller}"
+            fix = "run an NTP client on both hosts"
+            yield Finding(Level.ERROR, "clock", each.callee, text, fix)
     between = [each for each in pairs if each.latency_s and not each.is_one_host]
-    if not between:
-        return
-    worst = max(between, key=lambda each: abs(each.clock_s))
-    if abs(worst.clock_s) <= MOST_CLOCK_S:
+    worst = max(between, key=lambda each: abs(each.clock_s), default=None)
+    if worst is not None and abs(worst.clock_s) <= MOST_CLOCK_S:
         text = (
             f"clocks differ by {abs(worst.clock_s) * 1e3:.1f} ms at most, as those of "
             f"{worst.caller} and {worst.callee}, measured to {worst.clock_error_s * 1e3:.1f} ms"
         )
         yield Finding(Level.GOOD, "clock", "all hosts", text)
-
-
-def check_clock(pair: PairFacts) -> Iterator[Finding]:
-    """Yields whether two clocks agree."""
-    if not pair.error and abs(pair.clock_s) > MOST_CLOCK_S:
-        text = f"the clock of {pair.callee} is {pair.clock_s:+.1f} s off that of {pair.caller}"
-        yield Finding(Level.ERROR, "clock", pair.callee, text, "run an NTP client on both hosts")
 
 
 def check_pair(pair: PairFacts) -> Iterator[Finding]:
@@ -355,7 +332,7 @@ def examine(timeout: float = _TIMEOUT_S) -> Diagnosis:
     failed: list[Finding] = []
     for name in names:
         try:
-            facts.append(decode_host(rpc_sync(name, tell_host, timeout=timeout)))
+            facts.append(decode(HostFacts, rpc_sync(name, tell_host, timeout=timeout)))
         except Exception as error:
             text = f"does not answer: {type(error).__name__}: {error}"
             failed.append(Finding(Level.ERROR, "worker", name, text))
@@ -368,7 +345,8 @@ def examine(timeout: float = _TIMEOUT_S) -> Diagnosis:
 
 def _measured(caller: str, callee: str, timeout: float) -> PairFacts:
     try:
-        return decode_pair(rpc_sync(caller, tell_pair, (callee, timeout), timeout=timeout))
+        answer = rpc_sync(caller, tell_pair, (callee, timeout), timeout=timeout)
+        return decode(PairFacts, answer)
     except Exception as error:
         return PairFacts(caller, callee, f"{type(error).__name__}: {error}")
 
@@ -419,25 +397,15 @@ def _measured_in(
 
 def sample(pairs: Sequence[PairFacts], rank: dict[str, int], most: int) -> list[PairFacts]:
     """Returns some of the pairs: each worker's turn comes as often, to near and to far ranks."""
+    half = (len(rank) + 1) // 2
 
-    def distance(pair: PairFacts) -> int:
-        return (rank.get(pair.callee, 0) - rank.get(pair.caller, 0)) % max(len(rank), 1)
+    def turn(pair: PairFacts) -> tuple[int, int]:
+        caller = rank.get(pair.caller, 0)
+        distance = (rank.get(pair.callee, 0) - caller) % max(len(rank), 1)
+        return (2 * distance if distance < half else 2 * (distance - half) + 1), caller
 
-    ways: dict[str, list[PairFacts]] = {}
-    for pair in sorted(pairs, key=lambda each: (distance(each), rank.get(each.caller, 0))):
-        ways.setdefault(pair.caller, []).append(pair)
-    turns = itertools.zip_longest(*map(_near_and_far, ways.values()))
-    ordered = [pair for turn in turns for pair in turn if pair is not None]
-    if most < len(ways):
-        return [ordered[number * len(ways) // most] for number in range(most)]
-    return ordered[:most]
-
-
-def _near_and_far(ways: Sequence[PairFacts]) -> list[PairFacts]:
-    """Returns the ways of one worker, those of both halves in turns."""
-    half = (len(ways) + 1) // 2
-    both = itertools.zip_longest(ways[:half], ways[half:])
-    return [pair for turn in both for pair in turn if pair is not None]
+    every = max(len(rank) // max(most, 1), 1)
+    return sorted(pairs, key=turn)[::every][:most]
 
 
 def merged(findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -31,7 +31,7 @@ from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallTimeout, ProtocolError
 from torchweft.native import native, reason
-from torchweft.observe.facts import HostFacts, PairFacts, WorkerFacts, encode_facts
+from torchweft.observe.report import HostFacts, PairFacts, WorkerFacts, encode
 from torchweft.rpc.api import rpc_sync
 from torchweft.rpc.current_call import check_types
 from torchweft.rpc.devices import find_devices
@@ -200,16 +200,16 @@ def _timed(function: Callable[[], object]) -> float:
 
 
 @remotely_callable_unless_strict
-def tell_host() -> str:
-    """Returns the facts of this worker, for ``decode_host``; reads files of its host."""
-    return encode_facts(gather())
+def tell_host() -> bytes:
+    """Returns the facts of this worker, as JSON; reads files of its host."""
+    return encode(gather())
 
 
 @remotely_callable_unless_strict
-def tell_pair(callee: str, timeout: float) -> str:
-    """Measures towards another worker thoroughly; returns facts for ``decode_pair``."""
+def tell_pair(callee: str, timeout: float) -> bytes:
+    """Measures towards another worker thoroughly; returns the facts as JSON."""
     check_types(callee=(callee, str), timeout=(timeout, (int, float)))
-    return encode_facts(measure(callee, THOROUGH._replace(timeout_s=timeout)))
+    return encode(measure(callee, THOROUGH._replace(timeout_s=timeout)))
 
 
 @remotely_callable
@@ -311,13 +311,13 @@ def link_towards(texts: Iterable[str], sys: Path = Path("/sys")) -> NetworkLink:
 
 
 def _interface_of(address: str) -> str:
-    """Returns the name of the interface that has an address of this host."""
+    """Returns the name of the interface that has an address of this host; empty for IPv6."""
     try:
         own = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return ""
     if own.version == 6:
-        return _interface_of_six(own.packed.hex())
+        return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             request = struct.pack(f"{_NAME_BYTES}s24x", name.encode()[: _NAME_BYTES - 1])
@@ -328,15 +328,6 @@ def _interface_of(address: str) -> str:
             if found[_ADDRESS_AT] == own.packed:
                 return name
     return ""
-
-
-def _interface_of_six(address: str) -> str:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return ""
-    found = (line.split() for line in lines)
-    return next((fields[-1] for fields in found if fields[0] == address), "")
 
 
 def _speed(sys: Path, interface: str) -> float:

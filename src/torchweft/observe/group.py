@@ -1,4 +1,7 @@
-"""Finds the workers of a group from outside, and asks all of them at a time."""
+"""Finds the workers of a group from outside, and asks all of them at a time.
+
+Also reads the reports that the workers of a group have written into a folder.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torchweft import knobs
+from torchweft.columns import printable
 from torchweft.engine.io import addresses
 from torchweft.engine.io.handshake import NotProven
 from torchweft.errors import (
@@ -19,24 +23,28 @@ from torchweft.errors import (
     ObserverRefused,
     ProtocolError,
 )
-from torchweft.observe.facts import (
-    FACTS,
-    MEASURE,
-    PairFacts,
-    WorkerFacts,
-    decode_facts,
-    decode_pair,
-)
+from torchweft.files import read_plain
 from torchweft.observe.report import (
+    FACTS,
+    FILE_SUFFIX,
+    MEASURE,
     REPORT,
     WHO,
     Identity,
     Member,
+    PairFacts,
     Report,
-    decode_identity,
-    decode_report,
+    WorkerFacts,
+    decode,
 )
-from torchweft.observe.session import Access, ask, process_at, why_silent
+from torchweft.observe.session import (
+    Access,
+    ask,
+    is_stopped,
+    process_at,
+    told_of,
+    why_silent,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -106,29 +114,31 @@ class Group:
             question: ``REPORT``, ``DETAIL`` or ``METRICS``.
         """
         answers = Answers()
-        answers.reports = self._ask_all(question, decode_report, timeout_s, answers)
+        answers.reports = self._ask_all(question, Report, timeout_s, answers)
         self._learn([report.identity for report in answers.reports])
         return answers
 
     def facts(self, timeout_s: float) -> tuple[list[WorkerFacts], Answers]:
         """Asks all workers for their facts, at a time; the answers name the silent workers."""
         silent = Answers()
-        return self._ask_all(FACTS, decode_facts, timeout_s, silent), silent
+        return self._ask_all(FACTS, WorkerFacts, timeout_s, silent), silent
 
     def measure(self, caller: str, callee: str, timeout_s: float) -> PairFacts:
         """Has one worker measure its way to another; waits ``timeout_s`` at most."""
         question = MEASURE + callee
-        found = _try(lambda: decode_pair(self._ask(self._members[caller], question, timeout_s)))
+        found = _try(
+            lambda: decode(PairFacts, self._ask(self._members[caller], question, timeout_s))
+        )
         return found if isinstance(found, PairFacts) else PairFacts(caller, callee, str(found))
 
     def _ask_all(
-        self, question: str, decode: Callable[[bytes], T], timeout_s: float, answers: Answers
+        self, question: str, wanted: type[T], timeout_s: float, answers: Answers
     ) -> list[T]:
         """Asks all workers at a time; returns what they say, and notes the silent ones."""
         members = list(self._members.values())
 
         def answer_of(member: Member) -> T | Exception:
-            return _try(lambda: decode(self._ask(member, question, timeout_s)))
+            return _try(lambda: decode(wanted, self._ask(member, question, timeout_s)))
 
         found: list[T] = []
         for member, answer in zip(members, _each(answer_of, members), strict=True):
@@ -224,7 +234,7 @@ def look_around(access: Access) -> tuple[int, list[str]]:
 def _at_address(address: str, access: Access) -> Identity:
     timeout_s = knobs.CONNECT_TIMEOUT_S.get()
     try:
-        return decode_identity(ask(address, WHO, access, timeout_s))
+        return decode(Identity, ask(address, WHO, access, timeout_s))
     except NotProven as error:
         raise _refused(access) from error
     except (OSError, ProtocolError) as error:
@@ -246,7 +256,7 @@ def _on_this_host(access: Access) -> tuple[list[Identity], int, list[str]]:
     places = list(map(str, addresses.unix_listeners()))
 
     def identity_of(address: str) -> Identity | Exception:
-        return _try(lambda: decode_identity(ask(address, WHO, access, _FIND_S)))
+        return _try(lambda: decode(Identity, ask(address, WHO, access, _FIND_S)))
 
     found: list[Identity] = []
     refusing = 0
@@ -316,3 +326,93 @@ def _each(work: Callable[[T], R], parts: list[T]) -> list[R]:
         return []
     with ThreadPoolExecutor(min(len(parts), _AT_A_TIME), "weft-observer") as pool:
         return list(pool.map(work, parts))
+
+
+# Reports in files
+
+_LIMIT_BYTES = 256 << 20
+_LONG_S = 60.0
+_APART_S = 1.0
+"""Reports of one moment are not further apart."""
+_NO_FILE = (
+    "has written no file here: it is stopped, or has ended, or code in C keeps its interpreter "
+    "busy, or its host has another folder"
+)
+
+
+def read_folder(folder: str) -> tuple[Answers, list[str]]:
+    """Returns the reports in a folder, and warnings about them.
+
+    Workers that the reports name and that wrote none, or none that can be read, are silent. So are
+    those that are stopped on this host, and whose report is older than that of another.
+
+    Raises:
+        ConfigurationError: The folder cannot be read.
+        GroupNotFound: It has no report that can be read, or those of several groups.
+    """
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(FILE_SUFFIX))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the folder {folder!r}: {error.strerror}") from None
+    answers = Answers()
+    broken: dict[str, str] = {}
+    for name in names:
+        path = os.path.join(folder, name)
+        try:
+            answers.reports.append(decode(Report, read_plain(path, _LIMIT_BYTES)))
+        except (OSError, ProtocolError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            broken[printable(name.removesuffix(FILE_SUFFIX))] = f"{path!r}: {reason}"
+    if broken and not answers.reports:
+        raise GroupNotFound(f"no report can be read: {'; '.join(broken.values())}")
+    if not answers.reports:
+        raise GroupNotFound(
+            f"the folder {folder!r} has no report of a worker (*{FILE_SUFFIX}): a worker writes "
+            "one on SIGQUIT, or after a wait of WEFT_DUMP_AFTER_S seconds, and names the folder in "
+            "its log"
+        )
+    groups = sorted({report.identity.group for report in answers.reports})
+    if len(groups) > 1:
+        raise GroupNotFound(
+            f"the folder {folder!r} has reports of several groups ({', '.join(groups)}); move "
+            "those of one group into a folder of its own"
+        )
+    members = {each.name: each for report in answers.reports for each in report.identity.members}
+    there = {report.worker: report for report in answers.reports}
+    latest = max(report.time for report in answers.reports)
+    for name, member in sorted(members.items()):
+        report = there.get(name)
+        if report is None and name in broken:
+            answers.silent[name] = f"has written a file that cannot be read, {broken[name]}"
+        elif report is None:
+            pid = _stopped_process(member)
+            why = _NO_FILE if pid is None else f"has written no file here: {told_of(pid)}"
+            answers.silent[name] = why
+        elif latest - report.time > _APART_S and (pid := _stopped_process(member)) is not None:
+            answers.silent[name] = _why_old(report, pid, latest)
+            answers.reports.remove(report)
+    left_out = [f"left out, as it cannot be read: {why}" for why in broken.values()]
+    return answers, [*left_out, *_age_note(answers)]
+
+
+def _stopped_process(member: Member) -> int | None:
+    """Returns the process of a worker of this host that is stopped now."""
+    pid = next(filter(None, map(process_at, member.addresses)), None)
+    return pid if pid is not None and is_stopped(pid) else None
+
+
+def _why_old(report: Report, pid: int, latest: float) -> str:
+    places = [each.place for each in report.threads if each.place and not each.is_idle]
+    told = "".join(f"\n    {place}" for place in places)
+    return f"has written no file for {latest - report.time:.0f} s: {told_of(pid)}" + (
+        f"; before, it was at{told}" if told else ""
+    )
+
+
+def _age_note(answers: Answers) -> list[str]:
+    """Returns a warning if the reports are from far apart moments."""
+    times = [report.time for report in answers.reports]
+    apart_s = max(times) - min(times)
+    if apart_s < _LONG_S:
+        return []
+    return [f"the reports are {apart_s:.0f} s apart; the oldest may be of another problem"]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torchweft.engine.protocol.observing import SHUTDOWN
-from torchweft.observe.report import FunctionCounts, Report, percentile, since, sum_of
+from torchweft.observe.report import LENT, FunctionCounts, Report, percentile, since, sum_of
 
 IN, OUT = "in", "out"
-
-MESSAGES, LENT = "messages", "lent"
-"""Stand among the channels for the connection of messages, and for shared memory that the other
-worker uses in place: its bytes do not move."""
+NUMBERS = "memory_bytes in_flight serving queued owned held contexts passes".split()
+"""The fields of a report that are shown as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,48 +58,39 @@ class WorkerRate:
     """One worker in the time between two reports.
 
     Attributes:
-        worker: Its name.
-        rank: Its rank.
-        host: Its host.
-        pid: Its process there.
+        report: The later report.
         cpu: Cores that its process used, on average; NaN if unknown, as are other rates.
-        memory_bytes: Its resident memory.
         in_per_s: Calls that it answered in a second.
         out_per_s: Calls that it made and that ended in a second.
         p50_s: Time that half of the latter did not exceed.
         p99_s: Time that 99 of 100 of them did not exceed.
-        in_flight: Calls that it has made and that have not ended.
-        serving: Calls that it serves.
-        queued: Tasks that wait for a slot.
         sent_per_s: Bytes sent in a second, over all channels.
         received_per_s: Bytes received in a second.
-        owned: Values that it owns.
-        held: References that it holds to values of others.
-        contexts: Autograd contexts.
-        passes: Backward passes under way.
         blocked: Which workers its threads wait for, the longest wait first.
     """
 
-    worker: str
-    rank: int
-    host: str
-    pid: int
+    report: Report
     cpu: float
-    memory_bytes: int
     in_per_s: float
     out_per_s: float
     p50_s: float
     p99_s: float
-    in_flight: int
-    serving: int
-    queued: int
     sent_per_s: float
     received_per_s: float
-    owned: int
-    held: int
-    contexts: int
-    passes: int
     blocked: tuple[Blocked, ...]
+
+    @property
+    def worker(self) -> str:
+        """The worker's name."""
+        return self.report.worker
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the rates, and what the report says as a number, for programs."""
+        who = self.report.identity
+        told = {"worker": who.worker, "rank": who.rank, "host": who.host, "pid": who.pid}
+        told |= {name: getattr(self.report, name) for name in NUMBERS}
+        rates = {name: getattr(self, name) for name in self.__slots__ if name != "report"}
+        return told | rates | {"blocked": [asdict(each) for each in self.blocked]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,32 +118,20 @@ class PeerRate:
 def rate(now: Report, before: Report | None) -> WorkerRate:
     """Returns the rates of one worker; ``before`` is an earlier report of the same process."""
     before = _same_process(now, before)
-    over_s = now.clock_s - before.clock_s if before is not None else 0.0
-    ins = _grown(now, before, IN)
-    outs = _grown(now, before, OUT)
+    over_s = _between(now, before)
+    ins, outs = _grown(now, before, IN), _grown(now, before, OUT)
     # Bytes of a worker that has left are not in the later report.
     moved = [each for each in peers(now, before) if each.channel != LENT]
     times = sum_of(*(each.times for each in outs))
     return WorkerRate(
-        worker=now.worker,
-        rank=now.identity.rank,
-        host=now.identity.host,
-        pid=now.identity.pid,
+        report=now,
         cpu=_per(now.cpu_s - (before.cpu_s if before is not None else 0.0), over_s),
-        memory_bytes=now.memory_bytes,
         in_per_s=_per(sum(each.calls for each in ins), over_s),
         out_per_s=_per(sum(each.calls for each in outs), over_s),
         p50_s=percentile(times, 0.5),
         p99_s=percentile(times, 0.99),
-        in_flight=now.in_flight,
-        serving=now.serving,
-        queued=now.queued,
         sent_per_s=sum([each.sent_per_s for each in moved], _per(0.0, over_s)),
         received_per_s=sum([each.received_per_s for each in moved], _per(0.0, over_s)),
-        owned=now.owned,
-        held=now.held,
-        contexts=now.contexts,
-        passes=now.passes,
         blocked=blocked(now),
     )
 
@@ -161,8 +139,8 @@ def rate(now: Report, before: Report | None) -> WorkerRate:
 def peers(now: Report, before: Report | None) -> list[PeerRate]:
     """Returns the bytes of a worker by other worker and channel, most of all bytes first."""
     before = _same_process(now, before)
-    over_s = now.clock_s - before.clock_s if before is not None else 0.0
-    earlier = _by_channel(before) if before is not None else {}
+    over_s = _between(now, before)
+    earlier = before.moved() if before is not None else {}
     found = [
         PeerRate(
             *key,
@@ -171,7 +149,7 @@ def peers(now: Report, before: Report | None) -> list[PeerRate]:
             sent_per_s=_per(sent - earlier.get(key, (0, 0))[0], over_s),
             received_per_s=_per(received - earlier.get(key, (0, 0))[1], over_s),
         )
-        for key, (sent, received) in _by_channel(now).items()
+        for key, (sent, received) in now.moved().items()
     ]
     return sorted(found, key=lambda each: (-each.sent - each.received, each.worker, each.channel))
 
@@ -183,8 +161,7 @@ def functions(now: Iterable[Report], before: Mapping[str, Report]) -> list[Funct
     longest_s = 0.0
     for report in now:
         earlier = _same_process(report, before.get(report.worker))
-        if earlier is not None:
-            longest_s = max(longest_s, report.clock_s - earlier.clock_s)
+        longest_s = max(longest_s, _between(report, earlier))
         for direction in (IN, OUT):
             for each in _grown(report, earlier, direction):
                 grown.setdefault((each.function, direction), []).append(each)
@@ -221,8 +198,14 @@ def blocked(report: Report) -> tuple[Blocked, ...]:
 
 def _same_process(now: Report, before: Report | None) -> Report | None:
     """Returns the earlier report, unless another process has the worker's name by now."""
-    is_same = before is not None and before.identity.pid == now.identity.pid
-    return before if is_same and before is not None and before.clock_s < now.clock_s else None
+    if before is None or before.identity.pid != now.identity.pid:
+        return None
+    return before if before.clock_s < now.clock_s else None
+
+
+def _between(now: Report, before: Report | None) -> float:
+    """Returns the seconds between two reports; 0 without an earlier one."""
+    return now.clock_s - before.clock_s if before is not None else 0.0
 
 
 def _grown(now: Report, before: Report | None, direction: str) -> list[FunctionCounts]:
@@ -240,20 +223,6 @@ def _grown(now: Report, before: Report | None, direction: str) -> list[FunctionC
             calls, errors = each.calls - past.calls, each.errors - past.errors
             times = since(each.times, past.times)
             found.append(FunctionCounts(each.function, direction, calls, errors, times))
-    return found
-
-
-def _by_channel(report: Report) -> dict[tuple[str, str], tuple[int, int]]:
-    """Returns the bytes sent and received, by other worker and channel."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for each in report.traffic:
-        found[each.worker, MESSAGES] = (each.sent, each.received)
-        for name, count in each.by_channel.items():
-            direction, _, channel = name.partition(" ")
-            key = (each.worker, channel or LENT)
-            sent, received = found.get(key, (0, 0))
-            is_received = direction == "received"
-            found[key] = (sent, received + count) if is_received else (sent + count, received)
     return found
 
 

@@ -159,6 +159,13 @@ def _hints(wanted: Any) -> types.MappingProxyType[str, Any]:
 WHO, REPORT, DETAIL, METRICS = "who", "report", "detail", "metrics"
 """The questions of an observer. ``DETAIL`` asks for stacks and references as well as a report,
 ``METRICS`` for a report without calls and threads."""
+FACTS, MEASURE = "facts", "measure "
+"""Further questions, for ``WorkerFacts`` and ``PairFacts``; the name of another worker follows the
+second one."""
+
+MESSAGES, LENT = "messages", "lent"
+"""Stand among the channels for the connection of messages, and for shared memory that the other
+worker uses in place: its bytes do not move."""
 
 FILE_SUFFIX = ".weft.json"
 """Ends the name of a file with a report."""
@@ -226,6 +233,17 @@ class Traffic:
     sent: int
     received: int
     by_channel: dict[str, int]
+
+    def moved(self) -> dict[str, tuple[int, int]]:
+        """Returns the bytes sent and received, by channel and for ``MESSAGES``."""
+        found = {MESSAGES: (self.sent, self.received)}
+        for name, count in self.by_channel.items():
+            direction, _, channel = name.partition(" ")
+            sent, received = found.get(channel or LENT, (0, 0))
+            is_received = direction == "received"
+            pair = (sent, received + count) if is_received else (sent + count, received)
+            found[channel or LENT] = pair
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,24 +427,135 @@ class Report:
         """The worker's name."""
         return self.identity.worker
 
+    def moved(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Returns the bytes sent and received, by other worker and channel."""
+        return {
+            (each.worker, channel): pair
+            for each in self.traffic
+            for channel, pair in each.moved().items()
+        }
 
-def encode(answer: Identity | Report) -> bytes:
-    """Returns an answer as JSON; ``decode_identity`` and ``decode_report`` read it."""
+
+# The facts of hosts and of ways between workers, for ``torchweft doctor``
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a worker finds on its host.
+
+    Attributes:
+        worker: Its name.
+        host: Name of its host.
+        python: Version of Python.
+        torch: Version of PyTorch.
+        weft: Version of Weft.
+        shm_bytes: Size of ``/dev/shm``; 0 if there is none.
+        ptrace_scope: Whom the kernel permits to read memory (Yama); -1 if it has no such limit.
+        descriptors: How many files and sockets the process may have open.
+        mtu: The largest packet of each interface that is up, without loopback.
+        addresses: To which its own host name resolves, if that was asked.
+        time_s: Seconds since 1970, when the answer was made.
+        device: The device that it trains on: ``"cpu"`` or ``"cuda:0"``.
+        backends: The back ends of collectives that its PyTorch has.
+        has_infiniband: Whether a port of InfiniBand is active.
+        has_ip_over_infiniband: Whether a network interface runs over InfiniBand.
+        is_resolved: Whether its own host name was asked for.
+        plain_because: Why its calls go by the twin in Python; empty where they go by the one in C.
+    """
+
+    worker: str
+    host: str
+    python: str
+    torch: str
+    weft: str
+    shm_bytes: int
+    ptrace_scope: int
+    descriptors: int
+    mtu: tuple[tuple[str, int], ...]
+    addresses: tuple[str, ...]
+    time_s: float
+    device: str = "cpu"
+    backends: tuple[str, ...] = ("gloo",)
+    has_infiniband: bool = False
+    has_ip_over_infiniband: bool = False
+    is_resolved: bool = True
+    plain_because: str = ""
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    """What one worker knows of its way to another, and what it has measured.
+
+    Attributes:
+        caller: Name of the caller.
+        callee: Name of the other.
+        error: Why the other cannot be called; empty if it can.
+        latency_s: Median time of a small call; 0 if it was not measured.
+        bytes_per_s: Rate of a large tensor, sent.
+        memory_bytes_per_s: Rate at which this host copies such a tensor in memory, the limit.
+        obstacles: Why each channel is not used for sending; empty where it is.
+        is_one_host: Whether both are on one host.
+        clock_s: By how much the clock of the other is ahead.
+        clock_error_s: By how much ``clock_s`` may be wrong.
+        is_one_network: Whether both are in one network namespace, so that no network is between.
+        interface: The interface of this host on the way to the other, if a network is between.
+        interface_bytes_per_s: Its speed; 0 if it does not tell.
+        inline_bytes: The largest tensor that travels within its message.
+        channels: The channels by which this worker sends larger tensors, best first, each with
+            the size of its smallest tensor.
+        is_busy: Whether the other worker did not run the calls in time, so that ``error`` tells
+            of its work and not of the way to it.
+    """
+
+    caller: str
+    callee: str
+    error: str = ""
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0
+    memory_bytes_per_s: float = 0.0
+    obstacles: tuple[tuple[str, str], ...] = ()
+    is_one_host: bool = True
+    clock_s: float = 0.0
+    clock_error_s: float = 0.0
+    is_one_network: bool = True
+    interface: str = ""
+    interface_bytes_per_s: float = 0.0
+    inline_bytes: int = 0
+    channels: tuple[tuple[str, int], ...] = ()
+    is_busy: bool = False
+
+    @property
+    def where(self) -> str:
+        """The pair, for people."""
+        return f"{self.caller} -> {self.callee}"
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """The facts of one worker.
+
+    Attributes:
+        host: What it finds on its host.
+        pairs: Its ways to the workers to which it has a connection, not measured.
+    """
+
+    host: HostFacts
+    pairs: tuple[PairFacts, ...]
+
+
+def encode(answer: Any) -> bytes:
+    """Returns an answer, an object of a dataclass, as JSON; ``decode`` reads it."""
     return json.dumps(asdict(answer)).encode()
 
 
-def decode_identity(data: bytes) -> Identity:
-    """Reads the answer to ``WHO``; raises ProtocolError if it is malformed."""
-    return read(Identity, _loaded(data))
+def decode(wanted: type[T], data: str | bytes) -> T:
+    """Reads the answer to a question: an object of a dataclass.
 
-
-def decode_report(data: bytes) -> Report:
-    """Reads the answer to ``REPORT``; raises ProtocolError if it is malformed."""
-    return read(Report, _loaded(data))
-
-
-def _loaded(data: bytes) -> object:
+    Raises:
+        ProtocolError: It is malformed; see ``read``.
+    """
     try:
-        return json.loads(data)
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a report is no JSON: {error}") from error
+    return read(wanted, found)

@@ -45,10 +45,11 @@ from torchweft.errors import ConfigurationError, NotInitialized, ProtocolError, 
 from torchweft.files import replacing
 from torchweft.observe.counting import LEASE_S, METRICS_LEASE_S, Counting, name_of
 from torchweft.observe.examining import facts_of, measured_for_observer
-from torchweft.observe.facts import FACTS, MEASURE, encode_facts
 from torchweft.observe.report import (
     DETAIL,
+    FACTS,
     FILE_SUFFIX,
+    MEASURE,
     METRICS,
     REPORT,
     WHO,
@@ -204,10 +205,10 @@ class Reporter:
         if question == WHO:
             return encode(self.identity())
         if question == FACTS:
-            return encode_facts(facts_of(self._agent)).encode()
+            return encode(facts_of(self._agent))
         if question.startswith(MEASURE):
             callee = question.removeprefix(MEASURE)
-            return encode_facts(measured_for_observer(self._agent, callee)).encode()
+            return encode(measured_for_observer(self._agent, callee))
         if question not in (REPORT, DETAIL, METRICS):
             raise ProtocolError(f"an observer asks {question!r}")
         return encode(self.observed(question))

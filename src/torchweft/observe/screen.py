@@ -10,7 +10,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -155,13 +155,12 @@ class Overview(Screen[None]):
         self.query_one("#title", Static).update(
             f"torchweft top: {seen.title}, {time.strftime('%H:%M:%S')}, {order}{chosen}"
         )
-        self.query_one("#notes", Static).update("\n".join(seen.notes()))
-        table = seen.workers_table()
-        rows = self._in_order(table.rows, seen.rates)
-        fill(self.query_one("#workers", DataTable), table._replace(rows=rows), key_of=_first)
-        functions = text.functions_table(seen.functions)
-        fill(self.query_one("#functions", DataTable), functions)
-        self.query_one("#numbers", Static).update(_drawn(seen.number_tables()))
+        self.query_one("#notes", Static).update("\n".join(seen.notes))
+        rows = self._in_order(seen.workers.rows, seen.rates)
+        workers = seen.workers._replace(rows=rows)
+        fill(self.query_one("#workers", DataTable), workers, has_names=True)
+        fill(self.query_one("#functions", DataTable), text.functions_table(seen.functions))
+        self.query_one("#numbers", Static).update(_numbers(seen))
 
     def _in_order(
         self, rows: Sequence[Sequence[str]], rates: Sequence[WorkerRate]
@@ -263,24 +262,23 @@ class Opened(Screen[None]):
 
     def show(self, seen: Look) -> None:
         """Shows the last look."""
-        state = seen.workers_table()
         facts = [
             f"{head} {cell}"
-            for row in state.rows
-            for head, cell in zip(state.heads, row, strict=True)
+            for row in seen.workers.rows
+            for head, cell in zip(seen.workers.heads, row, strict=True)
             if cell not in ("", "-") and head != "worker"
         ]
         self.query_one("#title", Static).update(f"{self.worker}: {', '.join(facts)}")
-        self.query_one("#notes", Static).update("\n".join(seen.notes()))
-        tables = {table.title: table for table in seen.opened_tables()}
+        self.query_one("#notes", Static).update("\n".join(seen.notes))
+        tables = {table.title: table for table in seen.opened}
         tables[FUNCTIONS] = text.functions_table(seen.functions)
         panes = self.query_one(TabbedContent)
         for name in _TABLES:
             table = tables.get(name, text.Table(name, (), (), 0))
             fill(self.query_one(f"#table-{_id(name)}", DataTable), table)
             panes.get_tab(_id(name)).label = f"{name} ({len(table.rows)})"
-        self.query_one("#all-numbers", Static).update(_drawn(seen.number_tables()))
-        self.query_one("#all-stacks", Static).update(seen.stacks())
+        self.query_one("#all-numbers", Static).update(_numbers(seen))
+        self.query_one("#all-stacks", Static).update(seen.stacks)
 
     def action_back(self) -> None:
         """Shows all workers again."""
@@ -323,42 +321,40 @@ class Waits(Screen[None]):
         self.dismiss()
 
 
-def fill(
-    table: Cells, content: text.Table, key_of: Callable[[Sequence[str]], str] | None = None
-) -> None:
-    """Shows rows in a table; the cursor stays at its row.
+def fill(table: Cells, content: text.Table, *, has_names: bool = False) -> None:
+    """Shows rows in a table; the cursor stays at its row, and only cells that differ change.
 
     Args:
         table: The table.
         content: Its heads and rows.
-        key_of: Names a row by its first cell, if rows may change their order.
+        has_names: Whether the first cell names a row, so that rows may change their order.
     """
     if [column.value for column in table.columns] != list(content.heads):
         table.clear(columns=True)
         for head in content.heads:
             table.add_column(head, key=head)
-    keys = [key_of(row) if key_of else str(at) for at, row in enumerate(content.rows)]
+    keys = [row[0] if has_names else str(at) for at, row in enumerate(content.rows)]
     shown = [str(row.key.value) for row in table.ordered_rows]
     at_cursor = shown[table.cursor_row] if shown else ""
-    if sorted(keys) == sorted(shown):
+    if sorted(keys) != sorted(shown):
+        table.clear()
         for key, row in zip(keys, content.rows, strict=True):
-            for head, cell in zip(content.heads, _cells(content, row), strict=True):
-                if table.get_cell(key, head) != cell:
-                    table.update_cell(key, head, cell, update_width=True)
-        if keys != shown:
-            place = {key: at for at, key in enumerate(keys)}
-            at_y = table.scroll_offset.y
-            table.sort(content.heads[0], key=lambda cell: place[cell.plain])
+            table.add_row(*_cells(content, row), key=key)
+        if at_cursor in keys:
             table.move_cursor(row=keys.index(at_cursor))
-            # The table would follow its cursor, away from the first rows of the order.
-            table.scroll_to(y=at_y, animate=False, force=True)
-            table.call_after_refresh(table.scroll_to, y=at_y, animate=False, force=True)
         return
-    table.clear()
     for key, row in zip(keys, content.rows, strict=True):
-        table.add_row(*_cells(content, row), key=key)
-    if at_cursor in keys:
+        for head, cell in zip(content.heads, _cells(content, row), strict=True):
+            if table.get_cell(key, head) != cell:
+                table.update_cell(key, head, cell, update_width=True)
+    if keys != shown:
+        place = {key: at for at, key in enumerate(keys)}
+        at_y = table.scroll_offset.y
+        table.sort(content.heads[0], key=lambda cell: place[cell.plain])
         table.move_cursor(row=keys.index(at_cursor))
+        # The table would follow its cursor, away from the first rows of the order.
+        table.scroll_to(y=at_y, animate=False, force=True)
+        table.call_after_refresh(table.scroll_to, y=at_y, animate=False, force=True)
 
 
 def _cells(content: text.Table, row: Sequence[str]) -> list[Text]:
@@ -374,12 +370,8 @@ def _text(name: str, content: str = "") -> VerticalScroll:
     return VerticalScroll(Static(content, id=name, markup=False))
 
 
-def _drawn(tables: Sequence[text.Table]) -> str:
-    return "\n\n".join(map(text.drawn, tables))
-
-
-def _first(row: Sequence[str]) -> str:
-    return row[0]
+def _numbers(seen: Look) -> str:
+    return "\n\n".join(map(text.drawn, seen.numbers))
 
 
 def _comparable(value: Any) -> Any:

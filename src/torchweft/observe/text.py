@@ -45,7 +45,7 @@ def workers_table(rates: Iterable[WorkerRate], silent: dict[str, str], lost: set
     heads = [column.head for column in WORKER_COLUMNS]
     rows = [
         [column.text(each) for column in WORKER_COLUMNS]
-        for each in sorted(rates, key=lambda each: each.rank)
+        for each in sorted(rates, key=lambda each: each.report.identity.rank)
     ]
     for name in silent:
         state = LOST if name in lost else SILENT
@@ -236,34 +236,25 @@ def drawn(table: Table) -> str:
 
 def seconds(value: float) -> str:
     """Returns a time for people; "-" for NaN."""
-    if math.isnan(value):
-        return "-"
-    for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
-        if value < limit:
-            return (
-                f"{value * factor:.0f} {unit}"
-                if value * factor >= 10
-                else f"{value * factor:.1f} {unit}"
-            )
-    return f"{value:.1f} s"
+    if value < 1e-3:
+        return f"{number(value * 1e6)} us"
+    if value < 1.0:
+        return f"{number(value * 1e3)} ms"
+    return "-" if math.isnan(value) else f"{value:.1f} s"
 
 
 def size(count: float) -> str:
     """Returns bytes for people; "-" for NaN."""
-    if math.isnan(count):
-        return "-"
     place = 0
     while count >= 1000 and place < len(_UNITS) - 1:
         count, place = count / 1000, place + 1
-    return (
-        f"{count:.0f} {_UNITS[place]}"
-        if count >= 10 or not place
-        else f"{count:.1f} {_UNITS[place]}"
-    )
+    if math.isnan(count):
+        return "-"
+    return f"{number(count)} {_UNITS[place]}" if place else f"{count:.0f} B"
 
 
 def number(value: float) -> str:
-    """Returns a rate for people; "-" for NaN."""
+    """Returns a number for people, with two digits at least; "-" for NaN."""
     if math.isnan(value):
         return "-"
     return f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
@@ -275,24 +266,24 @@ def share(value: float) -> str:
 
 
 WORKER_COLUMNS = (
-    WorkerColumn("worker", lambda each: each.worker, lambda each: each.rank),
-    _numbers("host", "host"),
+    WorkerColumn("worker", lambda each: each.worker, lambda each: each.report.identity.rank),
+    _numbers("host", "report.identity.host"),
     WorkerColumn("state", lambda _: "up", lambda _: "up"),
     _numbers("cpu", "cpu", share),
-    _numbers("memory", "memory_bytes", size),
+    _numbers("memory", "report.memory_bytes", size),
     _numbers("in/s", "in_per_s", number),
     _numbers("out/s", "out_per_s", number),
     _numbers("p50", "p50_s", seconds),
     _numbers("p99", "p99_s", seconds),
-    _numbers("flight", "in_flight"),
-    _numbers("serving", "serving"),
-    _numbers("queued", "queued"),
+    _numbers("flight", "report.in_flight"),
+    _numbers("serving", "report.serving"),
+    _numbers("queued", "report.queued"),
     _numbers("sent/s", "sent_per_s", size),
     _numbers("recv/s", "received_per_s", size),
-    _numbers("owned", "owned"),
-    _numbers("held", "held"),
-    _numbers("ctx", "contexts"),
-    _numbers("passes", "passes"),
+    _numbers("owned", "report.owned"),
+    _numbers("held", "report.held"),
+    _numbers("ctx", "report.contexts"),
+    _numbers("passes", "report.passes"),
     WorkerColumn("blocked-by", _blocked_text, _blocked_s),
 )
 """The columns of ``workers_table``."""

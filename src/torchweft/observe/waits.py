@@ -187,7 +187,6 @@ class WaitGraph:
         self.reports = {report.worker: report for report in reports}
         self.silent = dict(silent)
         self.activities: dict[str, Activity] = {}
-        self._at_worker: dict[str, list[str]] = {name: [] for name in self.reports}
         self._served = {
             (name, call.key): call
             for name, report in self.reports.items()
@@ -241,7 +240,8 @@ class WaitGraph:
         if not call.has_begun:
             needs = self._slots(report, call)
             told = f"it is one of {report.queued} tasks that wait for one of {report.slots} slots"
-            self._put(name, Activity(report.worker, subject, "", (told,), call.age_s, needs))
+            waits = (told,)
+            self.activities[name] = Activity(report.worker, subject, "", waits, call.age_s, needs)
         elif call.awaits:
             wait = Wait(VALUE, call.awaits, call.age_s, call.awaits, (report.worker,))
             self._add_waits(name, report.worker, subject, "", (wait,))
@@ -290,7 +290,7 @@ class WaitGraph:
         waits = tuple(waits)
         targets = tuple(self._target(worker, wait) for wait in waits)
         is_old = any(wait.age_s >= LEAST_S for wait in waits)
-        activity = Activity(
+        self.activities[name] = Activity(
             worker,
             subject,
             place,
@@ -300,16 +300,14 @@ class WaitGraph:
             is_wait=bool(waits),
             is_leaving=_is_leaving(waits),
         )
-        self._put(name, activity)
-
-    def _put(self, name: str, activity: Activity) -> None:
-        self.activities[name] = activity
-        self._at_worker[activity.worker].append(name)
 
     def _add_locked(self, report: Report) -> None:
         """Has threads that are at a lock wait for any other activity there that waits."""
-        here = {each: self.activities[each] for each in self._at_worker[report.worker]}
-        others = [name for name, each in here.items() if each.is_wait and not each.is_leaving]
+        others = [
+            name
+            for name, each in self.activities.items()
+            if each.worker == report.worker and each.is_wait and not each.is_leaving
+        ]
         for thread in report.threads:
             name = f"call {thread.serves}" if thread.serves else ""
             if not thread.serves:

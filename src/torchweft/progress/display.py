@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, TextIO
 
 from torchweft.errors import ConfigurationError
-from torchweft.progress.wording import Nouns, Row, live_rows, log_line, news_lines, summary
+from torchweft.progress.wording import Nouns, log_line, rows_of, summary, warnings_of
 from torchweft.progress.work import Loss, Straggler, Work, WorkerShare
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ LOOK_EVERY_S = 1.0
 class Display:
     """Shows the progress of the work that is reported to it, while a ``with`` block runs.
 
-    On a terminal, with rich installed, rows are updated several times a second. They show the steps
+    On a terminal, with rich installed, bars are updated several times a second. They show the steps
     of the program's loop with rate, remaining time and figures. They also show the parts of the
     running jobs, how many of them each worker runs, and the names of workers that delay a job. A
     part is *behind* if it has run for more than a second, and for three times as long as the median
@@ -83,7 +83,7 @@ class Display:
 
     def __enter__(self) -> Self:
         self._begin = time.monotonic()
-        self.work.steps.begin(self._begin)
+        self.work.restart_clock()
         if self._wants_live:
             self._live = _live_rows_on(self._out)
         try:
@@ -149,13 +149,14 @@ class Display:
 
     def _draw(self, live: LiveRows) -> None:
         with self.work.lock:
-            rows = live_rows(self._label, self.nouns, self.work)
-        live.show([Row([self._encodable(text) for text in texts], warns) for texts, warns in rows])
+            rows = rows_of(self._label, self.nouns, self.work)
+            late = self.work.stragglers()
+        live.show(rows, warnings_of([*late], self.nouns))
 
     def _log(self) -> bool:
         """Writes a line if work was done since the last line; returns whether it wrote one."""
         with self.work.lock:
-            state = (self.work.steps.count, self.work.jobs_begun, self.work.parts_ended)
+            state = (self.work.steps, self.work.jobs_begun, self.work.parts_ended)
             line = log_line(self._label, self.nouns, self.work)
         is_new, self._logged = state != self._logged, state
         if is_new:
@@ -167,11 +168,10 @@ class Display:
             news = self.work.take_news()
         if self._live is not None:  # the rows show stragglers already
             news = [each for each in news if isinstance(each, Loss)]
-        for line in news_lines(news, self.nouns):
+        for line in warnings_of(news, self.nouns):
             self._print(line)
 
     def _print(self, line: str) -> None:
-        line = self._encodable(line)
         if self._live is not None:
             self._live.print(line)
             return
@@ -181,10 +181,6 @@ class Display:
         except (AttributeError, OSError, ValueError):  # a missing, closed or lost stream must
             # not fail the program
             pass
-
-    def _encodable(self, text: str) -> str:
-        encoding = getattr(self._out, "encoding", None) or "utf-8"  # a StringIO has none
-        return text.encode(encoding, "replace").decode(encoding)
 
 
 def can_change_rows(out: TextIO) -> bool:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchweft.columns import printable
-from torchweft.progress.work import Job, Loss, Steps, Straggler, Work, WorkerShare
+from torchweft.progress.work import Job, Loss, Straggler, Work, WorkerShare
 
-GAP = "  "
 MOST_LISTED = 8
 """How many workers, or parts, are listed by name or number; more are only counted."""
 MOST_JOBS = 3
-MOST_STRAGGLERS = 3
-MOST_NEWS = 8
-"""How many lines about losses and stragglers are written at once; more are only counted."""
+MOST_WARNINGS = 8
+"""How many lines about losses and stragglers are shown at once; more are only counted."""
 
 
 class Nouns(NamedTuple):
@@ -26,40 +22,71 @@ class Nouns(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Texts shown side by side, on as many lines as they need."""
+    """A bar on a terminal, and the texts around it.
 
-    texts: list[str]
-    is_warning: bool = False
+    Attributes:
+        title: What is counted.
+        steps: How far it is.
+        total: How far it goes; None if that is unknown.
+        done: The count in words.
+        note: What else is known.
+    """
+
+    title: str
+    steps: int
+    total: int | None
+    done: str
+    note: str
 
 
-def live_rows(label: str, nouns: Nouns, work: Work) -> list[Row]:
-    """Returns the rows to show on a terminal."""
-    jobs, stragglers = work.jobs, work.stragglers()
-    rows = [Row(_head(label, nouns, work))]
-    rows += [Row([_parts(job, nouns), *_running(job)]) for job in jobs[:MOST_JOBS]]
-    if len(jobs) > MOST_JOBS:
-        rows.append(Row([f"and {counted(len(jobs) - MOST_JOBS, nouns.job)} more"]))
-    for found in stragglers[:MOST_STRAGGLERS]:
-        rows.append(Row([_behind(found, nouns, names_job=len(jobs) > 1)], is_warning=True))
-    if len(stragglers) > MOST_STRAGGLERS:
-        rows.append(Row([f"and {len(stragglers) - MOST_STRAGGLERS} more are behind"], True))
-    return [Row([printable(text) for text in row.texts], row.is_warning) for row in rows]
+def rows_of(label: str, nouns: Nouns, work: Work) -> list[Row]:
+    """Returns the row of the program's steps, or else of all jobs, and those of running jobs."""
+    if work.steps or work.total:
+        total = "" if work.total is None else f"/{work.total}"
+        figures = "  ".join(f"{name} {figure}" for name, figure in work.figures.items())
+        rows = [Row(label or "step", work.steps, work.total, f"{work.steps}{total}", figures)]
+    else:
+        done = f"{counted(work.parts_ended, nouns.part)} done"
+        title = f"{nouns.job} {work.jobs_begun}"
+        rows = [Row(f"{label}: {title}" if label else title, work.parts_ended, None, done, "")]
+    more = len(work.jobs) - MOST_JOBS
+    for job in work.jobs[:MOST_JOBS]:
+        title = f"{plural(nouns.part)} of {short(job.name)}"
+        done = f"{len(job.ended)}/{job.parts}"
+        rows.append(Row(title, len(job.ended), job.parts, done, _running(job)))
+    if more > 0:
+        rows[-1] = rows[-1]._replace(note=f"and {counted(more, nouns.job)} more")
+    return [each._replace(title=printable(each.title), note=printable(each.note)) for each in rows]
 
 
 def log_line(label: str, nouns: Nouns, work: Work) -> str:
     """Returns one line for a log with the progress of the steps and the jobs."""
-    jobs = [_parts(job, nouns) for job in work.jobs[:MOST_JOBS]]
-    return printable(GAP.join([*_head(label, nouns, work), *jobs]))
+    first, *jobs = rows_of(label, nouns, work)
+    gap = " " if work.steps or work.total else "  "
+    parts = [f"{first.title}{gap}{first.done}"]
+    parts += [pace(work.per_s, work.left_s), first.note]
+    parts += [f"{job.title} {job.done}" for job in jobs]
+    return "  ".join(filter(None, parts))
 
 
-def news_lines(news: list[Loss | Straggler], nouns: Nouns) -> list[str]:
-    """Returns lines about losses and about parts that fell behind."""
+def pace(per_s: float | None, left_s: float | None) -> str:
+    """Returns the rate of steps, and the remaining time, as far as they are known."""
+    told = []
+    if per_s:
+        told.append(f"{per_s:.1f} steps/s" if per_s >= 1 else f"{1 / per_s:.1f} s a step")
+    if left_s is not None:
+        told.append(f"{clock(left_s)} left")
+    return "  ".join(told)
+
+
+def warnings_of(found: list[Loss | Straggler], nouns: Nouns) -> list[str]:
+    """Returns lines about losses and about parts that are behind."""
     lines = [
-        _lost(each, nouns) if isinstance(each, Loss) else _behind(each, nouns, names_job=True)
-        for each in news[:MOST_NEWS]
+        _lost(each, nouns) if isinstance(each, Loss) else _behind(each, nouns)
+        for each in found[:MOST_WARNINGS]
     ]
-    if len(news) > MOST_NEWS:
-        lines.append(f"and {len(news) - MOST_NEWS} more were lost or fell behind")
+    if len(found) > MOST_WARNINGS:
+        lines.append(f"and {len(found) - MOST_WARNINGS} more are lost or behind")
     return [printable(line) for line in lines]
 
 
@@ -67,18 +94,13 @@ def summary(
     label: str, nouns: Nouns, work: Work, seconds: float, error: type[BaseException] | None
 ) -> str:
     """Returns the final line, which tells how much was done, and by which workers."""
-    name = label or plural(nouns.job)
-    verb = f"{name}: " if error is None else f"{name} stopped by {error.__name__}: "
-    failed = f"{counted(work.jobs_failed, nouns.job)} failed"
-    facts = [
-        f"{_work_done(work, nouns)} in {duration(seconds)}",
-        *_shares(work.workers, nouns),
-        *([f"{work.moves} moved"] if work.moves else []),
-        *([f"{work.reruns} rerun"] if work.reruns else []),
-        *([failed] if work.jobs_failed else []),
-        *_slowest(work.workers, nouns),
-    ]
-    return printable(verb + "; ".join(facts))
+    stopped = "" if error is None else f" stopped by {error.__name__}"
+    facts = [f"{_work_done(work, nouns)} in {duration(seconds)}", *_shares(work.workers, nouns)]
+    others = [(work.moves, "moved"), (work.reruns, "rerun")]
+    facts += [f"{count} {what}" for count, what in others if count]
+    if work.jobs_failed:
+        facts.append(f"{counted(work.jobs_failed, nouns.job)} failed")
+    return printable(f"{label or plural(nouns.job)}{stopped}: {'; '.join(facts)}")
 
 
 def duration(seconds: float) -> str:
@@ -108,50 +130,23 @@ def short(name: str) -> str:
     return name.rpartition(".")[2].partition("__parallelize_")[0]
 
 
-def _behind(straggler: Straggler, nouns: Nouns, *, names_job: bool) -> str:
-    of_job = f" of {short(straggler.name)}" if names_job else ""
-    return (
-        f"{straggler.worker} is behind: {nouns.part} {straggler.part}{of_job} "
-        f"for {straggler.seconds:.1f} s (median {straggler.median_s:.1f} s)"
-    )
-
-
-def _head(label: str, nouns: Nouns, work: Work) -> list[str]:
-    steps = work.steps
-    if not steps.count and not steps.total:
-        title = f"{nouns.job} {work.jobs_begun}"
-        done = f"{counted(work.parts_ended, nouns.part)} done"
-        return [f"{label}: {title}" if label else title, done]
-    total = "" if steps.total is None else f"/{steps.total}"
-    figures = [f"{name} {figure}" for name, figure in steps.figures.items()]
-    return [f"{label or 'step'} {steps.count}{total}", *_pace(steps, work.clock()), *figures]
-
-
-def _pace(steps: Steps, now: float) -> Iterator[str]:
-    if steps.per_s:
-        is_fast = steps.per_s >= 1
-        yield f"{steps.per_s:.1f} steps/s" if is_fast else f"{1 / steps.per_s:.1f} s a step"
-    left_s = steps.left_s(now)
-    if left_s is not None:
-        yield f"{clock(left_s)} left"
-
-
-def _parts(job: Job, nouns: Nouns) -> str:
-    return f"{plural(nouns.part)} {len(job.ended)}/{job.parts} of {short(job.name)}"
-
-
-def _running(job: Job) -> list[str]:
+def _running(job: Job) -> str:
     """Returns how many parts run on each worker; with too many workers, only how many are busy."""
     running = job.running_on()
-    if not running:
-        return []
     if len(running) > MOST_LISTED:
         busy = sum(1 for count in running.values() if count)
-        return [f"running: {sum(running.values())} on {busy} of {len(running)} workers"]
-    first, *others = (
+        return f"running: {sum(running.values())} on {busy} of {len(running)} workers"
+    told = [
         f"{worker} {'lost' if worker in job.lost else count}" for worker, count in running.items()
+    ]
+    return f"running: {'  '.join(told)}" if told else ""
+
+
+def _behind(straggler: Straggler, nouns: Nouns) -> str:
+    return (
+        f"{straggler.worker} is behind: {nouns.part} {straggler.part} of {short(straggler.name)} "
+        f"for {straggler.seconds:.1f} s (median {straggler.median_s:.1f} s)"
     )
-    return [f"running: {first}", *others]
 
 
 def _lost(loss: Loss, nouns: Nouns) -> str:
@@ -161,33 +156,26 @@ def _lost(loss: Loss, nouns: Nouns) -> str:
         return f"{loss.worker} was lost; {nouns.part} {loss.parts[0]} runs again on another"
     numbers = ", ".join(str(part) for part in loss.parts[:MOST_LISTED])
     more = len(loss.parts) - MOST_LISTED
-    return (
-        f"{loss.worker} was lost; {plural(nouns.part)} {numbers}"
-        f"{f' and {more} more' if more > 0 else ''} run again on others"
-    )
+    rest = f" and {more} more" if more > 0 else ""
+    return f"{loss.worker} was lost; {plural(nouns.part)} {numbers}{rest} run again on others"
 
 
 def _work_done(work: Work, nouns: Nouns) -> str:
-    steps, parts = work.steps, counted(work.parts_ended, nouns.part)
-    if not steps.count and not steps.total:
+    parts = counted(work.parts_ended, nouns.part)
+    if not work.steps and not work.total:
         return f"{counted(work.jobs_begun, nouns.job)}, {parts}"
-    done = counted(steps.count, "step")
-    if steps.total is not None and steps.count != steps.total:
-        done = f"{steps.count:,} of {counted(steps.total, 'step')}"
+    done = counted(work.steps, "step")
+    if work.total is not None and work.steps != work.total:
+        done = f"{work.steps:,} of {counted(work.total, 'step')}"
     return f"{done}, {parts}" if work.jobs_begun or work.workers else done
 
 
 def _shares(workers: dict[str, WorkerShare], nouns: Nouns) -> list[str]:
-    if len(workers) <= MOST_LISTED:
-        shares = [f"{name} {_share(share)}" for name, share in workers.items()]
-        return [", ".join(shares)] if shares else []
-    parts = [share.parts for share in workers.values()]
-    busy = [share.busy_s for share in workers.values()]
-    lost = sum(1 for share in workers.values() if share.is_lost)
-    return [
-        f"{len(workers)} workers with {min(parts):,} to {max(parts):,} {plural(nouns.part)} "
-        f"and {duration(min(busy))} to {duration(max(busy))}{f', {lost} lost' if lost else ''}"
-    ]
+    if len(workers) > MOST_LISTED:
+        lost = sum(1 for share in workers.values() if share.is_lost)
+        return [f"{len(workers)} workers{f', {lost} lost' if lost else ''}"]
+    shares = [f"{name} {_share(share)}" for name, share in workers.items()]
+    return [", ".join(shares)] if shares else []
 
 
 def _share(share: WorkerShare) -> str:
@@ -197,12 +185,3 @@ def _share(share: WorkerShare) -> str:
     if share.is_lost:
         notes.append("lost")
     return f"{share.parts:,} ({', '.join(notes)})"
-
-
-def _slowest(workers: dict[str, WorkerShare], nouns: Nouns) -> list[str]:
-    means = {name: share.busy_s / share.parts for name, share in workers.items() if share.parts}
-    if len(means) < 2:
-        return []
-    slowest = max(means, key=lambda name: means[name])
-    median = statistics.median(means.values())
-    return [f"slowest {slowest}: {means[slowest]:.3g} s a {nouns.part}, median {median:.3g} s"]

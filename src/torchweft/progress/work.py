@@ -5,16 +5,15 @@ unique in the process. It has *parts*, numbered from 0, and each part runs on a 
 name. No event reports a straggler, since a part that hangs cannot send an event. So stragglers are
 detected by the time since their parts started.
 
-A program's loop has *steps*, whose rate gives the remaining time.
+A program's loop has *steps*, whose mean rate gives the remaining time.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ LEAST_S = 1.0
 TIMES_THE_MEDIAN = 3.0
 """A part that runs for longer than this many medians is behind."""
 
+_LEAST_S = 1e-9
 REMEMBERED = 99
 """How many durations are kept for each name: the latest, since work may change."""
 
@@ -106,9 +106,12 @@ class Work:
 
     def __init__(self, total: int | None, clock: Callable[[], float]) -> None:
         self.clock = clock
+        self.total = total
+        self.steps = 0
+        self.figures: dict[str, str] = {}
+        self._began_s = clock()
         # Reentrant: a signal handler or a finalizer may report an event while its thread holds it.
         self.lock = threading.RLock()
-        self.steps = Steps(total, clock())
         self.workers: dict[str, WorkerShare] = {}
         self.jobs_begun = self.jobs_failed = self.moves = self.reruns = 0
         self._jobs: dict[int, Job] = {}
@@ -120,7 +123,8 @@ class Work:
         """Event: steps of the program's loop are done, with figures to show."""
         texts = {name: readable_figure(value) for name, value in figures.items()}
         with self.lock:
-            self.steps.add(count, texts, self.clock())
+            self.steps += count
+            self.figures.update(texts)
 
     def begun(self, job_id: int, name: str, parts: int, workers: Sequence[str]) -> None:
         """Event: a job begins; jobs of one name do the same kind of work."""
@@ -185,6 +189,22 @@ class Work:
                 job.running.clear()  # after an error, parts that still run are of no interest
                 self.jobs_failed += error is not None and not isinstance(error, CallCancelled)
 
+    def restart_clock(self) -> None:
+        """Sets the start of the first step: now."""
+        self._began_s = self.clock()
+
+    @property
+    def per_s(self) -> float | None:
+        """The mean steps per second; None before the first step."""
+        return self.steps / max(self.clock() - self._began_s, _LEAST_S) if self.steps else None
+
+    @property
+    def left_s(self) -> float | None:
+        """The remaining seconds; None if the rate or the total is unknown."""
+        if not self.per_s or self.total is None:
+            return None
+        return max(0, self.total - self.steps) / self.per_s
+
     @property
     def jobs(self) -> list[Job]:
         """The running jobs, or else the job that began last."""
@@ -232,59 +252,6 @@ class Work:
             self._share(worker).times_behind += 1
             self._news.append(straggler)
         return straggler
-
-
-# The steps of a program's loop
-
-MEMORY_S = 30.0
-"""Time constant of the moving average of the rate."""
-
-LEAST_WEIGHT = 0.8
-"""Minimum weight of the past after one step, however long the step took: about five steps count."""
-
-
-class Steps:
-    """Counts the steps of one loop; estimates their rate and the remaining time.
-
-    Args:
-        total: How many steps there will be, if that is known.
-        now: The time, in seconds.
-    """
-
-    def __init__(self, total: int | None, now: float) -> None:
-        self.total = total
-        self.count = 0
-        self.figures: dict[str, str] = {}
-        self._last = now
-        self._weighted_count = 0.0
-        self._weighted_s = 0.0
-
-    def begin(self, now: float) -> None:
-        """Sets ``now`` as the start of the first step."""
-        self._last = now
-
-    def add(self, count: int, figures: Mapping[str, str], now: float) -> None:
-        """Adds completed steps, with figures to show until newer values come."""
-        elapsed_s, self._last = now - self._last, now
-        weight = max(LEAST_WEIGHT, math.exp(-elapsed_s / MEMORY_S))
-        self._weighted_count = weight * self._weighted_count + count
-        self._weighted_s = weight * self._weighted_s + elapsed_s
-        self.count += count
-        self.figures.update(figures)
-
-    @property
-    def per_s(self) -> float | None:
-        """The recent steps per second; None before the first step."""
-        return self._weighted_count / self._weighted_s if self._weighted_s else None
-
-    def left_s(self, now: float) -> float | None:
-        """Returns the remaining seconds; None if the rate or the total is unknown."""
-        if not self.per_s or self.total is None:
-            return None
-        left = max(0, self.total - self.count)
-        # A step that takes longer than others says nothing about the following steps.
-        of_this_step = min(1.0, left, self.per_s * (now - self._last))
-        return (left - of_this_step) / self.per_s
 
 
 def readable_figure(value: object) -> str:

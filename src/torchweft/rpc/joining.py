@@ -199,8 +199,7 @@ def _listen_for_scrapes(place: Placement | None) -> Any:
         local_rank = int(text) if text.isdigit() else 0
     address = scraping.address_in(given, scraping.VARIABLE).plus(local_rank)
     # By its name: it is of a layer above, and imported only where it was asked for.
-    serving = importlib.import_module("torchweft.observe.metrics.serving")
-    return serving.Listening(address)
+    return importlib.import_module("torchweft.observe.metrics").Server(address)
 
 
 @without_own_frames

@@ -11,13 +11,12 @@ import pytest
 from torchweft.engine.channels.rdma import NO_DEVICE
 from torchweft.errors import ProtocolError
 from torchweft.observe.doctor import Diagnosis, Finding, Level, diagnose, merged, sample
-from torchweft.observe.facts import (
+from torchweft.observe.report import (
     HostFacts,
     PairFacts,
     WorkerFacts,
-    decode_facts,
-    decode_pair,
-    encode_facts,
+    decode,
+    encode,
 )
 
 WELL = HostFacts(
@@ -238,8 +237,8 @@ def test_a_sample_of_pairs_has_all_workers_and_no_pair_twice() -> None:
 
 def test_facts_travel_as_text() -> None:
     facts = WorkerFacts(WELL, (PAIR, replace(PAIR, error="lost")))
-    assert decode_facts(encode_facts(facts)) == facts
-    assert decode_pair(encode_facts(PAIR).encode()) == PAIR
-    for wrong in ("[", "{}", encode_facts(facts).replace("1500", '1500, "x"')):
+    assert decode(WorkerFacts, encode(facts)) == facts
+    assert decode(PairFacts, encode(PAIR)) == PAIR
+    for wrong in ("[", "{}", encode(facts).replace(b"1500", b'1500, "x"')):
         with pytest.raises(ProtocolError):
-            decode_facts(wrong)
+            decode(WorkerFacts, wrong)

@@ -12,7 +12,7 @@ from tests.unit.observe.reports import report
 from torchweft import knobs
 from torchweft.engine.threads.reports import Events
 from torchweft.errors import ConfigurationError
-from torchweft.observe.report import decode_report
+from torchweft.observe.report import Report, decode
 from torchweft.observe.reporting import Dumps
 
 
@@ -40,7 +40,7 @@ def test_the_default_folder_is_of_this_user_alone(dumps: Dumps, temporary: Path)
     assert path.parent.name == "cafe"
     assert path.parent.parent.parent == temporary
     assert stat.S_IMODE(path.parent.parent.stat().st_mode) == 0o700
-    assert decode_report(path.read_bytes()).worker == "trainer:0"
+    assert decode(Report, path.read_bytes()).worker == "trainer:0"
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 

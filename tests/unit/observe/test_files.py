@@ -11,7 +11,7 @@ import pytest
 from tests.command_line import said_by
 from tests.unit.observe.reports import calling, member, report, thread
 from torchweft.errors import GroupNotFound
-from torchweft.observe.files import read_folder
+from torchweft.observe.group import read_folder
 from torchweft.observe.report import Report, encode
 
 PAIR = (member("a"), member("b", 1))

@@ -12,9 +12,10 @@ from torchweft.observe.report import (
     Event,
     FunctionCounts,
     HeldReference,
+    Identity,
+    Report,
     Traffic,
-    decode_identity,
-    decode_report,
+    decode,
     encode,
 )
 
@@ -32,19 +33,19 @@ FULL = report(
 
 
 def test_a_report_travels_unchanged() -> None:
-    assert decode_report(encode(FULL)) == FULL
-    assert decode_identity(encode(FULL.identity)) == FULL.identity
+    assert decode(Report, encode(FULL)) == FULL
+    assert decode(Identity, encode(FULL.identity)) == FULL.identity
 
 
 def test_fields_of_later_versions_are_ignored() -> None:
     told = json.loads(encode(FULL)) | {"later": 1}
-    assert decode_report(json.dumps(told).encode()) == FULL
+    assert decode(Report, json.dumps(told).encode()) == FULL
 
 
 def test_a_report_of_an_earlier_version_has_no_numbers() -> None:
     told = json.loads(encode(FULL))
     del told["numbers"]
-    assert decode_report(json.dumps(told).encode()) == replace(FULL, numbers=())
+    assert decode(Report, json.dumps(told).encode()) == replace(FULL, numbers=())
 
 
 @pytest.mark.parametrize(
@@ -53,10 +54,10 @@ def test_a_report_of_an_earlier_version_has_no_numbers() -> None:
 def test_a_field_of_another_type_is_refused(change: dict[str, object]) -> None:
     told = json.loads(encode(FULL)) | change
     with pytest.raises(ProtocolError, match=f"{next(iter(change))} of a report is a"):
-        decode_report(json.dumps(told).encode())
+        decode(Report, json.dumps(told).encode())
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"{", b"\xff", b"[" * 100_000])
 def test_what_is_no_report_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        decode_report(data)
+        decode(Report, data)

@@ -16,7 +16,10 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static, TabbedContent
 
 from tests.unit.observe.reports import made, report, thread
-from torchweft.observe import rates, text
+from torchweft.engine.protocol.observing import NumberRow, NumberTable
+from torchweft.observe import text
+from torchweft.observe.group import Answers
+from torchweft.observe.looking import Look, look_at
 from torchweft.observe.report import FunctionCounts, Traffic
 from torchweft.observe.screen import Opened, Overview, TopApp, Waits, fill
 
@@ -24,54 +27,26 @@ WORKERS = 24
 LIMIT_S = 50.0
 
 
-class Seen:
-    """A look at many simulated workers.
-
-    Args:
-        number: The number of the look.
-        opened: The opened worker, if any.
-    """
-
-    def __init__(self, number: int, opened: str | None) -> None:
-        self.title = f"group cafe, look {number}"
-        reports = []
-        for rank in range(WORKERS):
-            name = f"worker{rank}"
-            counts = (FunctionCounts("train.step", "out", rank * number, 0, {"-80": 1}),)
-            one = report(
-                name,
-                thread(frames=("  in train.step",)),
-                functions=counts,
-                made=(made(name, 1, "worker0"),),
-                traffic=(Traffic("worker0", 1000 * number, 10, {"sent shm": 5000 * number}),),
-            )
-            identity = replace(one.identity, rank=rank, host=f"host{rank % 4}")
-            reports.append(replace(one, identity=identity, clock_s=float(number), owned=rank % 7))
-        chosen = [each for each in reports if opened in (None, each.worker)]
-        before = [replace(each, clock_s=each.clock_s - 1.0) for each in chosen]
-        earlier = {each.worker: each for each in before}
-        self.rates = [rates.rate(each, earlier[each.worker]) for each in chosen]
-        self.functions = rates.functions(chosen, earlier)
-        self._opened = chosen if opened else []
-
-    def workers_table(self) -> text.Table:
-        return text.workers_table(self.rates, {"gone": "is lost: killed"}, {"gone"})
-
-    def number_tables(self) -> list[text.Table]:
-        return [text.Table("tables", ("worker", "rows"), [["worker0", "17"]], 1)]
-
-    def opened_tables(self) -> list[text.Table]:
-        return [
-            table
-            for each in self._opened
-            for table in text.worker_tables(each, rates.peers(each, None))
-        ]
-
-    def notes(self) -> list[str]:
-        return ["gone is lost: killed"]
-
-    def stacks(self) -> str:
-        return "\n".join(map(text.stacks, self._opened))
+def seen(number: int, opened: str | None) -> Look:
+    """Returns a look at many simulated workers, the one of that number."""
+    reports = []
+    row = NumberRow(("tables",), {"rows": 17}, {})
+    for rank in range(WORKERS):
+        name = f"worker{rank}"
+        counts = (FunctionCounts("train.step", "out", rank * number, 0, {"-80": 1}),)
+        one = report(
+            name,
+            thread(frames=("  in train.step",)),
+            functions=counts,
+            made=(made(name, 1, "worker0"),),
+            traffic=(Traffic("worker0", 1000 * number, 10, {"sent shm": 5000 * number}),),
+            numbers=(NumberTable("tables", ("table",), (row,)),),
+        )
+        identity = replace(one.identity, rank=rank, host=f"host{rank % 4}")
+        reports.append(replace(one, identity=identity, clock_s=float(number), owned=rank % 7))
+    before = {each.worker: replace(each, clock_s=each.clock_s - 1.0) for each in reports}
+    answers = Answers(reports, {"gone": "is lost: killed"}, {"gone"})
+    return look_at(f"group cafe, look {number}", answers, before, opened)
 
 
 class Source:
@@ -81,9 +56,9 @@ class Source:
         self.looks: list[str | None] = []
         self.looked = threading.Semaphore(0)
 
-    def look(self, worker: str | None = None) -> Seen:
+    def look(self, worker: str | None = None) -> Look:
         self.looks.append(worker)
-        return Seen(len(self.looks), worker)
+        return seen(len(self.looks), worker)
 
     def waits(self) -> str:
         return "deadlock: worker1 and worker2 wait for each other"

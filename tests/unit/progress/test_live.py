@@ -75,9 +75,10 @@ def test_rows_change_while_the_caller_is_blocked() -> None:
         shown.step(loss=0.5)
         shown.work.begun(2, "inner", 8, WORKERS)
         shown.work.started(2, 0, "worker1")
-        out.await_text("parts 0/8 of inner  running: worker0 0  worker1 1")
-        assert "epoch 1/2" in out.getvalue()
-        assert "loss 0.5" in out.getvalue()
+        out.await_text("running: worker0 0  worker1 1")
+        seen = visible(out.getvalue())
+        assert re.search(r"epoch +\S+ 1/2 +loss 0.5", seen)
+        assert re.search(r"parts of inner +\S+ 0/8 +running: worker0 0", seen)
         shown.work.lost(2, "worker1", [0])
         out.await_text("worker1 was lost; part 0 runs again on another\n")
         assert shown.workers == {
@@ -85,12 +86,9 @@ def test_rows_change_while_the_caller_is_blocked() -> None:
             "worker1": WorkerShare(1, 0.1, is_lost=True),
         }
         assert shown.stragglers() == ()
-    end = out.getvalue().rsplit("\x1b[2K", 1)[1]
+    end = visible(out.getvalue()).rpartition("\r")[2]
     assert end.startswith("epoch: 1 of 2 steps, 2 parts in ")
-    assert end.endswith(
-        "; worker0 1 (0.1 s), worker1 1 (0.1 s, lost); 1 rerun; "
-        "slowest worker0: 0.1 s a part, median 0.1 s\n"
-    )
+    assert end.endswith("; worker0 1 (0.1 s), worker1 1 (0.1 s, lost); 1 rerun\n")
 
 
 def test_a_straggler_is_among_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +98,7 @@ def test_a_straggler_is_among_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         shown.work.begun(1, "inner", 2, WORKERS)
         shown.work.ended(1, 0, "worker0", 0.0)
         shown.work.started(1, 1, "worker1")
-        out.await_text("worker1 is behind: part 1 for 0.")
+        out.await_text("worker1 is behind: part 1 of inner for 0.")
 
 
 def test_rows_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +108,11 @@ def test_rows_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = [f"worker{rank}" for rank in range(8)]
     with Display(label="漢字" * 30, out=out, is_terminal=True, interval_s=OFTEN_S) as shown:
         shown.work.begun(1, "inner", 2, workers)
-        out.await_text("running: worker0 0")
+        out.await_text("parts of inner")
     lines = visible(out.getvalue()).replace("\r", "\n").split("\n")
     rows = [line for line in lines if "字: " not in line]  # without the summary
     assert max(map(len, rows)) <= 30
-    assert any(row.startswith("漢字漢字") and row.rstrip().endswith("…") for row in rows)
+    assert any(row.startswith("漢字漢字") and "…" in row for row in rows)
 
 
 @pytest.mark.parametrize("printed", ["[bold]:smile: {x}\n", "1" * 500 + "\n", "a\nb\n"])
@@ -192,7 +190,7 @@ def test_a_terminal_that_goes_away_stops_no_program(monkeypatch: pytest.MonkeyPa
     out = Watched()
     with Display(out=out, is_terminal=True, interval_s=OFTEN_S) as shown:
         run_job(shown.work, 1)
-        out.await_text("parts 2/2 of inner")
+        out.await_text("parts of inner")
         monkeypatch.setattr(out, "flush", fail)
         run_job(shown.work, 2)
     assert shown.workers["worker0"].parts == 2
@@ -213,7 +211,8 @@ def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(RuntimeError, match="new thread"):
         Display(out=out, is_terminal=True).__enter__()
-    assert out.getvalue().endswith("\x1b[2K")  # the rows are erased, the cursor is at their start
+    # The rows are erased, the cursor is shown and at their start.
+    assert visible(out.getvalue().rpartition("\x1b[2K")[2]) == "\r"
 
 
 def test_an_error_goes_on_and_the_streams_are_given_back(terminals: Terminals) -> None:

@@ -11,7 +11,6 @@ from torchweft.errors import CallCancelled
 from torchweft.progress.work import (
     REMEMBERED,
     Loss,
-    Steps,
     Straggler,
     Work,
     WorkerShare,
@@ -299,51 +298,27 @@ def test_many_threads_at_once(work: Work) -> None:
 # The steps of a program's loop
 
 
-def test_before_the_first_step_nothing_is_known() -> None:
-    steps = Steps(10, 0.0)
-    assert steps.per_s is None
-    assert steps.left_s(5.0) is None
+def test_before_the_first_step_nothing_is_known(clock: Clock) -> None:
+    work = Work(10, clock)
+    clock.now = 5.0
+    assert (work.per_s, work.left_s) == (None, None)
 
 
-def test_even_steps() -> None:
-    steps = Steps(10, 0.0)
-    steps.begin(100.0)
-    for now in (102.0, 104.0, 106.0):
-        steps.add(1, {}, now)
-    assert steps.per_s == pytest.approx(0.5)
-    assert steps.left_s(106.0) == pytest.approx(14.0)
-    assert steps.left_s(107.0) == pytest.approx(13.0)
+def test_the_rate_gives_the_remaining_time(clock: Clock) -> None:
+    clock.now = 100.0
+    work = Work(10, lambda: clock.now)
+    for clock.now in (102.0, 104.0, 106.0):
+        work.step(1)
+    assert work.per_s == pytest.approx(0.5)
+    assert work.left_s == pytest.approx(14.0)
+    work.step(20)
+    assert (work.steps, work.left_s) == (23, 0.0)
 
 
-def test_a_step_that_hangs_does_not_use_up_the_time_of_the_others() -> None:
-    steps = Steps(10, 0.0)
-    steps.add(1, {}, 2.0)
-    assert steps.left_s(1000.0) == pytest.approx(16.0)
-
-
-def test_the_rate_follows_a_change() -> None:
-    steps = Steps(None, 0.0)
-    now = 0.0
-    for seconds in [0.1] * 1000 + [1.0] * 100:
-        now += seconds
-        steps.add(1, {}, now)
-    assert steps.per_s == pytest.approx(1.0, rel=0.4)
-    assert steps.left_s(now) is None
-
-
-def test_several_steps_at_once_and_more_than_there_were_to_be() -> None:
-    steps = Steps(10, 0.0)
-    steps.add(20, {}, 10.0)
-    assert steps.count == 20
-    assert steps.per_s == pytest.approx(2.0)
-    assert steps.left_s(10.0) == 0.0
-
-
-def test_a_figure_stays_until_there_is_another() -> None:
-    steps = Steps(None, 0.0)
-    steps.add(1, {"loss": "0.5", "accuracy": "0.25"}, 1.0)
-    steps.add(1, {"loss": "0.25"}, 2.0)
-    assert steps.figures == {"loss": "0.25", "accuracy": "0.25"}
+def test_a_figure_stays_until_there_is_another(work: Work) -> None:
+    work.step(1, loss=0.5, accuracy=0.25)
+    work.step(1, loss=0.25)
+    assert work.figures == {"loss": "0.25", "accuracy": "0.25"}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """What a worker notes while it is traced: calls, messages, tensors, and parts of backward passes.
 
 While a call waits, as little as possible is done: numbers, times and the head of a message are kept
-as they are. They are decoded when the rows are taken. No byte of a value is kept: the numbers at
-the begin of a control part have a fixed size for each kind of message.
+as they are, in one plain tuple. ``slices`` reads them when the trace has ended. No byte of a value
+is kept: the numbers at the begin of a control part have a fixed size for each kind of message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torchweft.autograd import codec
 from torchweft.autograd.contexts import PLACEHOLDER
 from torchweft.autograd.graph import Reached
 from torchweft.autograd.local_pass import LocalPass, Outgoing
-from torchweft.engine.io.link import Link
 from torchweft.engine.protocol.backward import Progress
 from torchweft.engine.protocol.calls import AnsweredCall
 from torchweft.engine.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame
@@ -40,19 +39,7 @@ from torchweft.engine.worker.peers import Peer
 from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId
 from torchweft.observe.counting import kept_of, key_of, name_of
-from torchweft.observe.tracing.records import (
-    BACKWARD,
-    CREATED,
-    FETCH,
-    MADE,
-    OFFERED,
-    PULLED,
-    RAN,
-    RECEIVED,
-    SENT,
-    SERVED,
-    Row,
-)
+from torchweft.observe.tracing.reading import BACKWARD, FETCH
 from torchweft.rpc.worker import Watcher
 
 _CALL, _REPLY, _POST = int(Kind.CALL), int(Kind.REPLY), int(Kind.POST)
@@ -121,6 +108,13 @@ def context_of(context_id: int) -> int:
     return 0 if context_id == NO_GRAD else context_id
 
 
+Row = tuple[Any, ...]
+"""A number, a tag, and fields: as ``note`` is called below, and as ``slices`` unpacks them."""
+
+MADE, CREATED, SERVED, SENT, RECEIVED, OFFERED, PULLED, RAN = range(8)
+"""The tags of the rows."""
+
+
 class Rows:
     """The newest rows of one recording. Thread-safe: a row is appended in one step of C.
 
@@ -131,7 +125,6 @@ class Rows:
     def __init__(self, limit: int) -> None:
         self._rows: deque[Row] = deque(maxlen=limit)
         self._ends: deque[tuple[int, float]] = deque(maxlen=limit)
-        self._ended: dict[int, float] = {}
         self._numbers = shared_count()
 
     def __len__(self) -> int:
@@ -144,113 +137,20 @@ class Rows:
         return number
 
     def note_end(self, number: int, at_s: float) -> None:
-        """Takes the time at which the message or the answer of a row was written.
-
-        Until then, that is the last time in the row.
-        """
+        """Takes the time at which the message or the answer of a row was written."""
         self._ends.append((number, at_s))
 
-    def end(self) -> int:
-        """Is called once, when no new row is noted; returns how many rows were dropped."""
-        return next(self._numbers) - len(self)
+    def end(self) -> tuple[list[Row], dict[int, float], int]:
+        """Is called once, when no new row is noted.
 
-    def take(self, count: int) -> list[Row]:
-        """Takes out the oldest rows, as they travel: with the fields of their records."""
-        while self._ends:  # A thread may still note the end of its last message.
-            number, at_s = self._ends.popleft()
-            self._ended[number] = at_s
-        return [self._complete(self._rows.popleft()) for _ in range(min(count, len(self)))]
-
-    def _complete(self, row: Row) -> Row:
-        complete = _COMPLETE.get(row[1])
-        return row if complete is None else complete(row, self._ended)
-
-
-def _served(row: Row, ended: Mapping[int, float]) -> Row:
-    number, tag, arrived_s, began_s, ended_s, *fields, context_id, failed = row
-    answered_s = ended.get(number, ended_s)
-    context_id = context_of(context_id)
-    return (number, tag, arrived_s, began_s, ended_s, answered_s, *fields, context_id, failed)
-
-
-def _sent(row: Row, ended: Mapping[int, float]) -> Row:
-    number, tag, began_s, thread, peer, size_bytes, head = row
-    kind, flags, count, control_bytes, identity = HEADER.unpack_from(head)
-    ids = ids_in(kind, flags, bytes(head[HEADER_BYTES:]), control_bytes)
-    stream_bytes = size_bytes - HEADER_BYTES - 8 * count - control_bytes
-    front = (number, tag, began_s, ended.get(number, began_s), thread, peer)
-    return (*front, kind, identity, size_bytes, *ids, stream_bytes)
-
-
-def _received(row: Row, _: Mapping[int, float]) -> Row:
-    *front, size_bytes, kind, flags, identity, head = row
-    ids = ids_in(kind, flags, head, size_bytes - HEADER_BYTES)
-    told = (ids.context_id, ids.message_id, ids.creation)
-    return (*front, kind, identity, size_bytes, *told)
-
-
-_COMPLETE = {SERVED: _served, SENT: _sent, RECEIVED: _received}
+        Returns:
+            The rows, the times of ``note_end`` by row, and how many rows were dropped.
+        """
+        rows = list(self._rows.copy())  # A thread may still note the end of its last message.
+        return rows, dict(self._ends.copy()), next(self._numbers) - len(rows)
 
 
 _clock: Callable[[], float] = time.monotonic
-_SETTLE_S = 0.1
-"""How long to wait for messages that are being written or read, before the counters are read."""
-_LOOK_S = 0.002
-"""For how long nothing arrives on a link that is settled."""
-
-
-class TracedLinks:
-    """The links of a worker whose messages are noted. Thread-safe.
-
-    Args:
-        rows: Takes the rows.
-    """
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self._counted_before: dict[Link, tuple[int, int, int]] = {}
-
-    def begin(self, link: Link, peer: int) -> None:
-        """Has the messages of a link noted from now on.
-
-        Args:
-            link: The link.
-            peer: The id of the worker at its other end.
-        """
-        counted = (peer, link.bytes_sent, link.bytes_received)
-        if self._counted_before.setdefault(link, counted) is counted:
-            link.watcher = LinkNotes(self._rows, peer)
-
-    def end(self) -> None:
-        """Has no further message noted."""
-        for link in list(self._counted_before):
-            link.watcher = None
-
-    def counted(self) -> list[tuple[int, int, int]]:
-        """Returns the other worker of each link, and the bytes that it has sent and received.
-
-        No further message is noted. Waits for those that are being written or read, for a limited
-        time.
-        """
-        counted = []
-        for link, (peer, sent, received) in list(self._counted_before.items()):
-            link.drain(_SETTLE_S)  # A thread counts a message after it has written it,
-            self._await_notes(link)  # and notes one after it has read it.
-            link.watcher = None
-            counted.append((peer, link.bytes_sent - sent, link.bytes_received - received))
-        return counted
-
-    def _await_notes(self, link: Link) -> None:
-        """Waits until what was noted was written, and what was read was noted, for a while."""
-        notes, limit_s, before = link.watcher, _clock() + _SETTLE_S, -1
-        while _clock() < limit_s:
-            received = link.bytes_received
-            is_read = not (link.is_receiving or link.incoming or link.handling.locked())
-            is_written = not (isinstance(notes, LinkNotes) and notes.unwritten)
-            if received == before and is_read and is_written:
-                return
-            before = received
-            time.sleep(_LOOK_S)
 
 
 class LinkNotes:
@@ -267,21 +167,16 @@ class LinkNotes:
     def __init__(self, rows: Rows, peer: int) -> None:
         self._rows = rows
         self._peer = peer
-        self.unwritten = set[int]()
-        """The rows of messages that are not written yet."""
 
     def sending(self, parts: Sequence[Buffer]) -> Sequence[int]:
         """Notes messages that are about to be written; returns their rows."""
-        noted = note_parts(self._rows, list(parts), self._peer)
-        self.unwritten.update(noted)
-        return noted
+        return note_parts(self._rows, list(parts), self._peer)
 
     def sent(self, noted: Sequence[int]) -> None:
         """Notes that they are written."""
         now_s = _clock()
         for row in noted:
             self._rows.note_end(row, now_s)
-        self.unwritten.difference_update(noted)
 
     def received(self, frame: Frame) -> None:
         """Notes a frame that was received."""
@@ -474,7 +369,7 @@ class TracingWatcher(Watcher):
         context_id: int,
         details: tuple[tuple[str, Any], ...],
     ) -> None:
-        """Notes work of this thread that is no call; see ``Ran``."""
+        """Notes work of this thread that is no call; ``details`` are pairs of plain values."""
         self._rows.note(RAN, began_s, ended_s, get_ident(), category, name, context_id, details)
 
     def fetched(self, peer: Peer, began_s: float) -> None:
@@ -484,11 +379,11 @@ class TracingWatcher(Watcher):
     def offered(self, peer: Peer, kind: Kind, number: int, moved: Mapping[str, int]) -> None:
         """Notes tensors of a message that go over other channels than its connection."""
         channels = tuple([(name.removeprefix("sent "), n) for name, n in moved.items() if n])
-        self._rows.note(OFFERED, _clock(), get_ident(), peer.id, int(kind), number, channels)
+        self._rows.note(OFFERED, peer.id, int(kind), number, channels)
 
     def pulled(self, peer: Peer, channel: str, size_bytes: int) -> None:
         """Notes tensors that were fetched over a channel."""
-        self._rows.note(PULLED, _clock(), get_ident(), peer.id, channel, size_bytes)
+        self._rows.note(PULLED, _clock(), get_ident(), channel, size_bytes)
 
 
 class _Serving:

@@ -1,8 +1,7 @@
 """Records what one worker does while it is traced, and what ``torch.profiler`` records meanwhile.
 
-Calls, backward passes, links and tensor messages tell whoever has subscribed. Each profile that
-ends meanwhile is taken, whoever has started it. Its events tell the time since 1970; the difference
-to the clock of traces is measured when the profile ends.
+Calls, backward passes, links and tensor messages tell whoever has subscribed. A profile tells the
+time since 1970; the difference to the clock of traces is measured when the profile ends.
 
 The leader of a trace calls the functions at the end of this file on the other workers. They tell
 names of functions, numbers, sizes and times, which any member may see by observing; they read and
@@ -12,6 +11,7 @@ return no value of the program. So a strict worker runs them as well.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.autograd.profiler import profile as Profile
+from torch.autograd.profiler import profile
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -36,100 +36,59 @@ from torchweft.engine.worker.calls import current_call
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ConfigurationError, ObserveError
-from torchweft.observe.tracing.notes import Names, Rows, TracedLinks, TracingWatcher
-from torchweft.observe.tracing.records import STEP, Row
+from torchweft.observe.tracing.notes import LinkNotes, Names, Rows, TracingWatcher
+from torchweft.observe.tracing.reading import STEP
+from torchweft.observe.tracing.slices import Slice, Slicer, set_apart
 from torchweft.rpc.current_call import check_types
 from torchweft.rpc.node import current_node
 from torchweft.rpc.worker import Worker
 
+PROFILED = "torch.profiler"
+"""Category of what it has recorded."""
 _READINGS = 5
 _NS = 1e-9
+_UNKNOWN = 1 << 30
+"""Threads whose id at the system is unknown, and devices, are numbered from here on: beyond all ids
+of Linux, and within the 32 bits that importers have."""
 
 
-class Profiling:
-    """The events of ``torch.profiler`` in one worker during one trace.
+class Profile:
+    """What ``torch.profiler`` records of all threads of this process, from now on."""
 
-    Args:
-        limit: How many events are kept.
-        profiles: Whether to run a profile of all threads meanwhile.
-
-    Attributes:
-        dropped: How many events had no room.
-    """
-
-    def __init__(self, limit: int, *, profiles: bool) -> None:
-        self.dropped = 0
-        self._limit = limit
-        self._events: deque[Row] = deque()
-        self._began_s = time.monotonic()
-        self._end_profile = Profile.__exit__
-        _after_each(self)
-        self._own: Any = None
-        if profiles:
-            try:
-                self._own = _profile_of_all_threads()
-                self._own.__enter__()
-            except BaseException:  # The program may run a profile of its own.
-                Profile.__exit__ = self._end_profile  # type: ignore[method-assign]
-                raise
+    def __init__(self) -> None:
+        settings: dict[str, Any] = {"use_kineto": True}
+        if torch.cuda.is_available():
+            settings["use_device"] = "cuda"
+        with contextlib.suppress(TypeError):  # Older versions of torch see the calling thread only.
+            every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+            settings["experimental_config"] = every
+        make: Any = profile
+        self._profile = make(**settings)
+        self._profile.__enter__()
 
     def end(self) -> None:
-        """Ends the profile, and takes no further ones."""
-        if self._own is not None:
-            try:
-                self._own.__exit__(None, None, None)
-            except Exception:  # The program may have ended it, by a profile of its own.
-                log_exception("the profile of a trace could not be read")
-        Profile.__exit__ = self._end_profile  # type: ignore[method-assign]
-
-    def take(self, count: int) -> list[Row]:
-        """Takes events, at most ``count``; each is a row with the fields of ``Profiled``."""
-        return [self._events.popleft() for _ in range(min(count, len(self._events)))]
-
-    def read(self, profile: Any) -> None:
-        """Takes the events of a profile that has ended."""
-        results = getattr(profile, "kineto_results", None)
-        if results is None:
-            return
-        since_s, least_s = _since_1970_s(), self._began_s
-        for event in results.events():
-            began_s = event.start_ns() * _NS - since_s
-            if began_s < least_s:
-                continue
-            if len(self._events) >= self._limit:
-                self.dropped += 1
-                continue
-            device = event.device_type()
-            is_host = device == DeviceType.CPU
-            name = "" if is_host else f"{device.name.lower()}:{event.device_index()}"
-            ended_s = began_s + event.duration_ns() * _NS
-            lane = event.device_resource_id()
-            self._events.append((began_s, ended_s, name, lane, event.name()))
-
-
-def _profile_of_all_threads() -> Any:
-    settings: dict[str, Any] = {"use_kineto": True}
-    if torch.cuda.is_available():
-        settings["use_device"] = "cuda"
-    with contextlib.suppress(TypeError):  # Older versions of torch see the calling thread only.
-        every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        settings["experimental_config"] = every
-    return Profile(**settings)
-
-
-def _after_each(profiling: Profiling) -> None:
-    """Has profiles read when they end."""
-    end = Profile.__exit__
-
-    def end_and_read(self: Any, *error: Any) -> Any:
-        result = end(self, *error)  # type: ignore[no-untyped-call]
+        """Ends it."""
         try:
-            profiling.read(self)
-        except Exception:  # The program goes on without.
-            log_exception("a profile could not be added to the trace")
-        return result
+            self._profile.__exit__(None, None, None)
+        except Exception:  # The program may have ended it, by a profile of its own.
+            log_exception("the profile of a trace could not be read")
+            self._profile = None
 
-    Profile.__exit__ = end_and_read  # type: ignore[method-assign]
+    def slices(self, tracks: Tracks) -> list[Slice]:
+        """Returns its events as slices."""
+        if self._profile is None:
+            return []
+        since_s, found = _since_1970_s(), []
+        for event in self._profile.kineto_results.events():
+            began_s = event.start_ns() * _NS - since_s
+            device, lane = event.device_type(), event.device_resource_id()
+            if device == DeviceType.CPU:
+                track = tracks.of_profiled(lane)
+            else:
+                track = tracks.of_device(f"{device.name.lower()}:{event.device_index()}", lane)
+            ended_s = began_s + event.duration_ns() * _NS
+            found.append(Slice(track, began_s, ended_s, PROFILED, event.name(), {}))
+        return found
 
 
 def _since_1970_s() -> float:
@@ -141,27 +100,67 @@ def _since_1970_s() -> float:
     return min(found)[1]
 
 
+class Tracks:
+    """The tracks of one worker: numbers and names, also of threads that have ended.
+
+    What ``torch.profiler`` has recorded of a thread is on a track of its own, below that of the
+    thread: its times were converted from another clock, and need not nest with those of Weft.
+
+    Attributes:
+        names: The names of the tracks in use, by number.
+    """
+
+    def __init__(self) -> None:
+        self._threads = {each.ident: each for each in threading.enumerate()}
+        self._lanes = {each.native_id: each.name for each in threading.enumerate()}
+        self._unknown = itertools.count(_UNKNOWN)
+        self._numbers: dict[Any, int] = {}
+        self.names: dict[int, str] = {}
+
+    def of_thread(self, ident: int) -> int:
+        """Returns the track of a thread of Python: the system's id of it, where that is known."""
+        thread = self._threads.get(ident)
+        name = "a thread that has ended" if thread is None else thread.name
+        return self._track(ident, name, None if thread is None else thread.native_id)
+
+    def of_profiled(self, lane: int) -> int:
+        """Returns the track for what is profiled of a thread, by the system's id of it."""
+        name = self._lanes.get(lane, f"thread {lane}")
+        return self._track(("", lane), f"{name}: {PROFILED}")
+
+    def of_device(self, device: str, lane: int) -> int:
+        """Returns the track of a stream of a device."""
+        return self._track((device, lane), f"{device} stream {lane}")
+
+    def _track(self, key: Any, name: str, native_id: int | None = None) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = native_id or next(self._unknown)
+            self.names[number] = name
+        return number
+
+
 class Recording:
-    """What one worker has noted for one trace.
+    """What one worker notes for one trace.
 
     Args:
         trace: The number of the trace.
         leader: The id of the worker that leads it.
         limit: How many rows are kept.
-        profiling: Takes what ``torch.profiler`` records.
+        profiles: Whether ``torch.profiler`` runs meanwhile.
     """
 
-    def __init__(self, trace: int, leader: int, limit: int, profiling: Profiling) -> None:
-        self.trace = trace
+    def __init__(self, trace: int, leader: int, limit: int, *, profiles: bool) -> None:
+        self.id = (trace, leader)
         self.leader = leader
         self.rows = Rows(limit)
-        self.began_s = time.monotonic()
-        self.ended_s = 0.0
         self.own_calls: list[tuple[int, int]] = []
-        self.links = TracedLinks(self.rows)
-        self.counted: list[tuple[int, int, int]] = []
-        self.dropped = 0
-        self.profiling = profiling
+        self.links: list[Link] = []
+        self.is_on = True
+        self.about: dict[str, Any] = {}
+        """What is said of the recording, once it has been read."""
+        self.slices: deque[Slice] = deque()
+        self.profile = Profile() if profiles else None
 
 
 class Recorder:
@@ -182,7 +181,7 @@ class Recorder:
     @property
     def is_on(self) -> bool:
         """Whether this worker is traced now."""
-        return self._recording is not None and not self._recording.ended_s
+        return self._recording is not None and self._recording.is_on
 
     def begin(self, trace: int, leader: int, limit: int, *, profiles: bool) -> None:
         """Begins to note.
@@ -203,7 +202,7 @@ class Recorder:
                     f"worker {self._agent.info.name!r} is traced already, by worker {name!r}; "
                     "let that trace end first"
                 )
-            recording = Recording(trace, leader, limit, Profiling(limit, profiles=profiles))
+            recording = Recording(trace, leader, limit, profiles=profiles)
             self._recording = recording
             self._note_own_call(recording)
             self._switch_on(recording)
@@ -217,7 +216,7 @@ class Recorder:
     def _peer_lost(self, peer: Peer) -> None:
         recording = self._recording
         if recording is not None and recording.leader == peer.id:
-            self.forget(recording.trace, recording.leader)
+            self.forget(*recording.id)
 
     def _switch_on(self, recording: Recording) -> None:
         agent, worker = self._agent, self._worker
@@ -234,13 +233,18 @@ class Recorder:
 
     def _trace_link(self, link: Link, peer: Peer) -> None:
         recording = self._recording
-        if recording is not None:
-            recording.links.begin(link, peer.id)
+        if recording is not None and link.watcher is None:
+            link.watcher = LinkNotes(recording.rows, peer.id)
+            recording.links.append(link)
 
     def _switch_off(self, recording: Recording) -> None:
+        if not recording.is_on:
+            return
+        recording.is_on = False
         agent, worker = self._agent, self._worker
         agent.links.on_made = None
-        recording.links.end()
+        for link in list(recording.links):
+            link.watcher = None
         worker.tensor_messages.on_pulled = None
         worker.tensor_messages.on_offered = None
         worker.tensor_messages.on_fetched = None
@@ -248,9 +252,11 @@ class Recorder:
             hook.remove()
         if self._watcher is not None:
             worker.unwatch(self._watcher)
+        if recording.profile is not None:
+            recording.profile.end()
 
-    def end(self, trace: int, leader: int) -> dict[str, Any]:
-        """Stops noting; returns plain values about the recording, without its rows.
+    def end(self, trace: int, leader: int) -> None:
+        """Stops noting.
 
         Args:
             trace: The number of the trace.
@@ -261,64 +267,53 @@ class Recorder:
         """
         with self._lock:
             recording = self._checked(trace, leader)
-            if not recording.ended_s:
-                self._note_own_call(recording)
-                recording.counted = recording.links.counted()
-                self._switch_off(recording)
-                recording.ended_s = time.monotonic()
-                recording.dropped = recording.rows.end()
-                recording.profiling.end()
-            return self._about(recording)
+            self._note_own_call(recording)
+            self._switch_off(recording)
 
-    def _about(self, recording: Recording) -> dict[str, Any]:
-        me, profiling = self._agent.me, recording.profiling
+    def take(self, trace: int, leader: int, count: int) -> tuple[dict[str, Any], list[Any]]:
+        """Takes slices out of a recording that has ended, ``count`` at most.
+
+        When there is none left, the recording is over.
+
+        Returns:
+            Plain values about the recording, and the fields of the slices.
+        """
+        with self._lock:
+            recording = self._checked(trace, leader)
+            self._switch_off(recording)
+            recording.about = recording.about or self._read(recording)
+            slices = recording.slices
+            if not slices:
+                self._drop()
+            taken = [tuple(slices.popleft()) for _ in range(min(count, len(slices)))]
+            return recording.about, taken
+
+    def _read(self, recording: Recording) -> dict[str, Any]:
+        """Makes the slices of a recording; returns what is said of it."""
+        me, tracks = self._agent.me, Tracks()
+        names = {peer.id: peer.name for peer in list(self._agent.peers.values())}
+        rows, ends, dropped = recording.rows.end()
+        for each in Slicer(rows, ends, me.id, names, recording.own_calls).slices():
+            recording.slices.append(each._replace(track=tracks.of_thread(each.track)))
+        if recording.profile is not None:
+            recording.slices.extend(set_apart(recording.profile.slices(tracks)))
         return {
-            "id": me.id,
             "name": me.name,
             "rank": me.info.id,
             "pid": os.getpid(),
             "host": str(me.registration.facts.get(HOST, "")),
-            "began_s": recording.began_s,
-            "ended_s": recording.ended_s,
-            "peers": {peer.id: peer.name for peer in list(self._agent.peers.values())},
-            "threads": {
-                each.ident: (each.native_id or 0, each.name)
-                for each in threading.enumerate()
-                if each.ident is not None
-            },
-            "own_calls": recording.own_calls,
-            "links": recording.counted,
-            "dropped": recording.dropped,
-            "profiled_dropped": profiling.dropped,
+            "tracks": tracks.names,
+            "records": len(rows),
+            "dropped": dropped,
         }
 
-    def take(self, trace: int, leader: int, count: int) -> tuple[list[Row], list[Row]]:
-        """Takes rows out of a recording that has ended, and events of ``torch.profiler``.
-
-        When there is none left, the recording is over.
-
-        Args:
-            trace: The number of the trace.
-            leader: The worker that says so.
-            count: How many of each to return at most.
-        """
-        with self._lock:
-            recording = self._checked(trace, leader)
-            rows, profiling = recording.rows, recording.profiling
-            taken, profiled = rows.take(count), profiling.take(count)
-            if not (taken or profiled):
-                self._drop()
-            return taken, profiled
-
     def forget(self, trace: int, leader: int) -> None:
-        """Ends a trace without its rows; nothing if the worker records none of that leader."""
+        """Ends a trace without its slices; nothing if the worker records none of that leader."""
         with self._lock:
             recording = self._recording
-            if recording is None or (recording.trace, recording.leader) != (trace, leader):
+            if recording is None or recording.id != (trace, leader):
                 return
-            if not recording.ended_s:
-                self._switch_off(recording)
-                recording.profiling.end()
+            self._switch_off(recording)
             self._drop()
 
     def _drop(self) -> None:
@@ -329,11 +324,11 @@ class Recorder:
         """Ends the trace under way, if any: the worker leaves its group."""
         recording = self._recording
         if recording is not None:
-            self.forget(recording.trace, recording.leader)
+            self.forget(*recording.id)
 
     def _checked(self, trace: int, leader: int) -> Recording:
         recording = self._recording
-        if recording is None or (recording.trace, recording.leader) != (trace, leader):
+        if recording is None or recording.id != (trace, leader):
             name = self._agent.info.name
             raise ObserveError(
                 f"worker {name!r} does not record this trace: it joined after the begin, the trace "
@@ -371,7 +366,7 @@ def _note_steps(watcher: TracingWatcher) -> list[Any]:
 MOST_ROWS = 5_000_000
 """Records that a worker keeps at most, about 350 bytes each."""
 BATCH = 20_000
-"""Records in one answer."""
+"""Slices in one answer."""
 
 
 @remotely_callable
@@ -398,16 +393,16 @@ def _caller(agent: Agent) -> int:
 
 
 @remotely_callable
-def end(trace: int) -> dict[str, Any]:
-    """Has this worker stop recording; returns what it says about the recording."""
+def end(trace: int) -> None:
+    """Has this worker stop recording."""
     check_types(trace=(trace, int))
     agent = current()
-    return agent.slots[RECORDER].end(trace, _caller(agent))
+    agent.slots[RECORDER].end(trace, _caller(agent))
 
 
 @remotely_callable
-def take(trace: int) -> tuple[list[Row], list[Row]]:
-    """Returns the next rows of a recording that has ended, and of ``torch.profiler``."""
+def take(trace: int) -> tuple[dict[str, Any], list[Any]]:
+    """Returns what is said of a recording, and its next slices; none if it has no more."""
     check_types(trace=(trace, int))
     agent = current()
     return agent.slots[RECORDER].take(trace, _caller(agent), BATCH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,19 @@ from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ArgumentTypeError, ConfigurationError, ObserveError, WorkerLost
 from torchweft.files import replacing
 from torchweft.observe.tracing import chrome, recorder
-from torchweft.observe.tracing.graph import Graph, graph_of
-from torchweft.observe.tracing.joining import Joined, join
-from torchweft.observe.tracing.reading import load
-from torchweft.observe.tracing.records import (
-    SAME,
-    Alignment,
-    LinkBytes,
-    Profiled,
-    Row,
-    Thread,
-    WorkerTrace,
-    read,
-)
+from torchweft.observe.tracing.chrome import SAME, Alignment, Traced
+from torchweft.observe.tracing.reading import Graph, graph_of, load
+from torchweft.observe.tracing.slices import Slice
 from torchweft.probe import clock_id
 from torchweft.rpc import rpc_async, rpc_sync
 from torchweft.rpc.futures import ignore_errors
 
+_ARGUMENTS: dict[str, tuple[type, ...]] = {
+    "path": (str, os.PathLike),
+    "profiler": (bool,),
+    "limit": (int,),
+    "timeout": (float, int),
+}
 LIMIT = 200_000
 TIMEOUT_S = 30.0
 _READINGS = 16
@@ -47,8 +43,7 @@ class Trace:
 
     Args:
         path: The file, which is replaced.
-        profiler: Whether ``torch.profiler`` runs on all workers meanwhile. What the program's own
-            profiles record is merged in any case, if they end within the block.
+        profiler: Whether ``torch.profiler`` runs on all workers meanwhile.
         limit: How many records each worker keeps, about 350 bytes each. For new records the oldest
             are dropped, and ``dropped`` counts them.
         timeout: Seconds to wait for the other workers, at the begin and at the end.
@@ -75,13 +70,10 @@ class Trace:
         limit: int = LIMIT,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        if not isinstance(path, (str, os.PathLike)):
-            raise wrong_type("path", path, "pass the name of a file, such as 'step.json'")
-        for name, value, kind in (("profiler", profiler, bool), ("limit", limit, int)):
-            if not isinstance(value, kind):
-                raise wrong_type(name, value, f"pass one of type {kind.__name__}")
-        if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
-            raise wrong_type("timeout", timeout, "pass a number of seconds")
+        given = {"path": path, "profiler": profiler, "limit": limit, "timeout": timeout}
+        for name, kinds in _ARGUMENTS.items():
+            if not isinstance(given[name], kinds):
+                raise wrong_type(name, given[name], f"pass one of type {kinds[0].__name__}")
         if not 0 < limit <= recorder.MOST_ROWS:
             raise ConfigurationError(
                 f"limit is {limit}; a worker keeps from 1 to {recorder.MOST_ROWS} records"
@@ -108,7 +100,7 @@ class Trace:
         self._id = secrets.randbits(62)
         self._traced: list[Peer] = []
         self._leads: dict[int, Lead | None] = {}
-        self._joined: Joined | None = None
+        self._has_ended = False
         self._began_s = 0.0
 
     # The block
@@ -158,31 +150,28 @@ class Trace:
     def _finish(self) -> None:
         agent = current()
         others = [peer for peer in self._traced if not peer.is_self]
-        about = {agent.me.id: recorder.end(self._id)}
-        about |= self._ask(others, recorder.end, (self._id,))
-        traces: list[tuple[WorkerTrace, Alignment]] = []
+        recorder.end(self._id)
+        ended = {agent.me.id} | self._ask(others, recorder.end, (self._id,)).keys()
+        traced: list[Traced] = []
         for peer in self._traced:
-            if peer.id in about:
+            if peer.id in ended:
                 try:
-                    rows, profiled = self._take(peer)
-                    alignment = self._alignment(peer)
+                    about, slices = self._take(peer)
+                    traced.append(Traced(about, slices, self._alignment(peer)))
                 except (WorkerLost, TimeoutError, ConnectionError) as error:
                     self.missing[peer.name] = _reason(error)
-                    continue
-                traces.append((_trace_of(about[peer.id], rows, profiled), alignment))
         for peer in agent.members.present():
             if peer not in self._traced and peer.name not in self.missing:
                 self.missing[peer.name] = "it joined after the begin of the trace"
-        errors = sorted([alignment.error_s for _, alignment in traces])
+        traced.sort(key=lambda each: int(each.about["rank"]))
+        errors = sorted([each.alignment.error_s for each in traced])
         self.clock_error_s = sum(errors[-2:])  # The two worst clocks, compared with each other.
         self.dropped = {
-            trace.name: trace.dropped + trace.profiled_dropped
-            for trace, _ in traces
-            if trace.dropped or trace.profiled_dropped
+            each.about["name"]: each.about["dropped"] for each in traced if each.about["dropped"]
         }
         self._give_up([peer for peer in self._traced if peer.name in self.missing])
-        self._joined = joined = join(traces)
-        self._write(joined, {trace.id: alignment.error_s for trace, alignment in traces})
+        self._write(traced)
+        self._has_ended = True
 
     def _give_up(self, peers: Iterable[Peer]) -> None:
         """Has all workers stop, and drop what they have recorded; waits for none."""
@@ -220,19 +209,18 @@ class Trace:
             raise refusals[0]
         return results
 
-    def _take(self, peer: Peer) -> tuple[list[Row], list[Row]]:
-        rows: list[Row] = []
-        profiled: list[Row] = []
+    def _take(self, peer: Peer) -> tuple[dict[str, Any], list[Slice]]:
+        """Takes what a worker has recorded; returns what is said of it, and the slices."""
+        slices: list[Slice] = []
         while True:
             if peer.is_self:
-                some, more = recorder.take(self._id)
+                about, some = recorder.take(self._id)
             else:
                 args = (self._id,)
-                some, more = rpc_sync(peer.info, recorder.take, args, timeout=self._timeout_s)
-            if not (some or more):
-                return rows, profiled
-            rows += some
-            profiled += more
+                about, some = rpc_sync(peer.info, recorder.take, args, timeout=self._timeout_s)
+            if not some:
+                return about, slices
+            slices += map(Slice._make, some)
 
     # Clocks
 
@@ -254,43 +242,25 @@ class Trace:
 
     # The result
 
-    def _write(self, joined: Joined, errors_s: dict[int, float]) -> None:
+    def _write(self, traced: Sequence[Traced]) -> None:
         about = {
             "leader": current().info.name,
             "clock_error_us": round(self.clock_error_s * 1e6, 3),
             "missing": self.missing,
             "workers": [
                 {
-                    "name": each.name,
-                    "rank": each.rank,
-                    "host": each.host,
-                    "pid": each.pid,
-                    "clock_error_us": round(errors_s[each.id] * 1e6, 3),
-                    "records": len(each.records),
-                    "dropped": each.dropped,
-                    "profiled": len(each.profiled),
-                    "profiled_dropped": each.profiled_dropped,
+                    **{name: value for name, value in each.about.items() if name != "tracks"},
+                    "clock_error_us": round(each.alignment.error_s * 1e6, 3),
                 }
-                for each in sorted(joined.workers.values(), key=lambda each: each.rank)
+                for each in traced
             ],
         }
         try:
             # The whole file or none: a reader never finds a part.
             with replacing(self.path, "w") as file:
-                chrome.write(file, joined, about, self._began_s)
+                chrome.write(file, traced, about, self._began_s)
         except OSError as error:
             raise ObserveError(f"the trace cannot be written to {self.path}: {error}") from error
-
-    @property
-    def joined(self) -> Joined:
-        """The calls and messages of the trace.
-
-        Raises:
-            ObserveError: The block has not ended.
-        """
-        if self._joined is None:
-            raise ObserveError("the trace has no records yet: leave its block first")
-        return self._joined
 
     def graph(self, context_id: int) -> Graph:
         """Returns the distributed graph of an autograd context, as far as the trace has it.
@@ -305,23 +275,10 @@ class Trace:
             raise ArgumentTypeError(
                 f"context_id is a {type(context_id).__name__}; pass the number of the context"
             )
-        if self._joined is None:
+        if not self._has_ended:
             raise ObserveError("the trace has no messages yet: leave its block first")
         return graph_of(load(self.path), context_id)
 
 
 def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _trace_of(about: dict[str, Any], rows: list[Row], profiled: list[Row]) -> WorkerTrace:
-    """Returns what a worker has noted; ``about`` is the answer of ``recorder.end``."""
-    threads, own_calls, links = (about.pop(name) for name in ("threads", "own_calls", "links"))
-    return WorkerTrace(
-        threads={thread: Thread(*known) for thread, known in threads.items()},
-        own_calls=frozenset(map(tuple, own_calls)),
-        links=tuple([LinkBytes(*each) for each in links]),
-        records=read(rows),
-        profiled=[Profiled._make(row) for row in profiled],
-        **about,
-    )

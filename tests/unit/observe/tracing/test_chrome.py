@@ -11,38 +11,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.made_up_traces import CONTEXT, MAIN, SERVING, call, step, worker
+from tests.made_up_traces import (
+    CONTEXT,
+    MAIN,
+    SERVING,
+    alignment,
+    call,
+    received,
+    sent,
+    step,
+    worker,
+)
 from tests.trace_reader import Event, Found, ns, read_events, read_trace
+from torchweft.engine.wire.messages import Kind
 from torchweft.errors import ObserveError
 from torchweft.observe.tracing import chrome
-from torchweft.observe.tracing.graph import graph_of
-from torchweft.observe.tracing.joining import Joined, join
-from torchweft.observe.tracing.reading import load, summary
-from torchweft.observe.tracing.records import (
-    SAME,
-    STEP,
-    Created,
-    Made,
-    Profiled,
-    Ran,
-    Received,
-    Record,
-    Served,
-)
+from torchweft.observe.tracing.chrome import Traced
+from torchweft.observe.tracing.notes import CREATED, OFFERED, RAN, SERVED
+from torchweft.observe.tracing.reading import STEP, graph_of, load, summary
 
 ABOUT = {
     "clock_error_us": 3.0,
     "missing": {"other": "it joined after the begin of the trace"},
     "workers": [
-        {"name": "trainer", "host": "here", "dropped": 0, "profiled_dropped": 0},
-        {"name": "server", "host": "here", "dropped": 4, "profiled_dropped": 0},
+        {"name": "trainer", "host": "here", "dropped": 0},
+        {"name": "server", "host": "here", "dropped": 4},
     ],
 }
 
 
-def written(joined: Joined, path: Path) -> Found:
+def written(traced: list[Traced], path: Path, began_s: float = 0.0) -> Found:
     with path.open("w") as file:
-        chrome.write(file, joined, ABOUT, 0.0)
+        chrome.write(file, traced, ABOUT, began_s)
     return read_trace(path)
 
 
@@ -54,7 +54,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_call_is_a_chain_of_slices_and_arrows(path: Path) -> None:
     found = written(step(), path)
     assert found.processes == {1: "trainer on here", 2: "server on here"}
-    assert found.tracks[1, 1000] == "MainThread"
+    assert found.tracks[1, MAIN] == f"thread {MAIN}"
     (made,), (run,), (answer,) = found.of("call"), found.of("run"), found.of("answer")
     assert (made["ts"], made["dur"], made["name"]) == (1_000_000, 100_000, "call model.forward")
     assert (run["ts"], run["dur"]) == (1_030_000, 40_000)
@@ -74,85 +74,105 @@ def test_a_call_is_a_chain_of_slices_and_arrows(path: Path) -> None:
 
 
 def test_no_time_is_negative_where_a_worker_recorded_before_the_begin(path: Path) -> None:
-    with path.open("w") as file:
-        chrome.write(file, step(), ABOUT, 1.5)
-    found = read_trace(path)
+    found = written(step(), path, 1.5)
     (made,) = found.of("call")
     assert (made["ts"], made["dur"]) == (0, 100_000)
     assert min(each["ts"] for each in found.slices) == 0
 
 
-def test_bytes_in_flight_return_to_nothing(path: Path) -> None:
-    found = written(step(), path)
-    by_worker: dict[int, list[int]] = {1: [], 2: []}
-    for each in found.counters:
-        by_worker[each["pid"]].append(each["args"]["bytes"])
-    assert by_worker == {1: [100, 0, 80, 0], 2: [60, 0]}
-
-
-def test_bytes_are_sent_before_they_are_read_though_a_clock_says_otherwise(path: Path) -> None:
-    caller, callee = call()
-    early = [each._replace(at_s=0.999) if isinstance(each, Received) else each for each in callee]
-    with path.open("w") as file:
-        chrome.write(file, join([(worker(0, caller), SAME), (worker(1, early), SAME)]), ABOUT, 0.0)
-    events = json.loads(path.read_text())["traceEvents"]
-    told = [each["args"]["bytes"] for each in events if each["ph"] == "C" and each["pid"] == 1]
-    assert told == [100, 0]
+def test_the_times_of_a_worker_are_moved_to_the_clock_of_the_leader(path: Path) -> None:
+    caller, callee = step()
+    ahead = [
+        each._replace(began_s=each.began_s - 3.0, ended_s=each.ended_s - 3.0)
+        for each in callee.slices
+    ]
+    found = written([caller, callee._replace(slices=ahead, alignment=alignment(-3.0, 0.0))], path)
+    (run,) = found.of("run")
+    assert (run["ts"], run["dur"]) == pytest.approx((1_030_000, 40_000))
 
 
 def test_a_value_that_a_worker_makes_on_itself_has_an_arrow_forwards(path: Path) -> None:
     """Its function may run before the thread that has asked for it goes on."""
-    served = (0.9, 0.91, 0.95, 0.96, SERVING, SERVING, 0, 0, 3, "torch.ones", 0, False)
-    records = [Served(*served), Created(1.0, MAIN, 0, 3, "torch.ones")]
-    found = written(join([(worker(0, records), SAME), (worker(1, []), SAME)]), path)
+    served = (SERVED, 0.9, 0.91, 0.95, SERVING, SERVING, 0, 0, 3, "torch.ones", 0, False)
+    rows = [served, (CREATED, 1.0, MAIN, 0, 3, "torch.ones")]
+    found = written([worker(0, rows), worker(1, [])], path)
     (flow,) = found.flows.values()
     assert [each["cat"] for each in flow] == ["create", "run"]
 
 
 def test_a_call_with_a_future_is_on_a_track_of_its_own(path: Path) -> None:
-    caller, callee = call()
-    records = [each._replace(is_async=True) if isinstance(each, Made) else each for each in caller]
-    found = written(join([(worker(0, records), SAME), (worker(1, callee), SAME)]), path)
+    caller, callee = call(is_async=True)
+    found = written([worker(0, caller), worker(1, callee)], path)
     (made,) = found.of("call")
     assert made["ph"] == "b"
 
 
 def test_a_coroutine_is_on_a_track_of_its_own_and_its_arrow_ends_in_the_thread(path: Path) -> None:
-    caller, callee = call()
-    records = [
-        each._replace(ended_in=MAIN) if isinstance(each, Served) else each for each in callee
-    ]
-    found = written(join([(worker(0, caller), SAME), (worker(1, records), SAME)]), path)
+    caller, callee = call(ended_in=MAIN)
+    found = written([worker(0, caller), worker(1, callee)], path)
     (run,) = found.of("run")
     assert run["ph"] == "b"
     chains = [[each["cat"] for each in flow] for flow in found.flows.values()]
     assert ["send", "receive", "mark"] in chains
 
 
-def test_profiled_events_have_tracks_beside_those_of_their_threads(path: Path) -> None:
+def test_what_one_side_lacks_is_missing_and_its_arrow(path: Path) -> None:
     caller, callee = call()
-    events = [
-        Profiled(1.03, 1.05, "", 2001, "aten::mm"),
-        Profiled(1.04, 1.06, "cuda:0", 7, "gemm"),
+    found = written([worker(0, caller), worker(1, callee[:1])], path)
+    assert [[each["cat"] for each in flow] for flow in found.flows.values()] == [
+        ["send", "receive"]
     ]
-    traced = worker(1, callee)._replace(profiled=events)
-    found = written(join([(worker(0, caller), SAME), (traced, SAME)]), path)
-    names = {each["name"]: found.tracks[2, each["tid"]] for each in found.of("torch.profiler")}
-    assert names == {"aten::mm": "weft: torch.profiler", "gemm": "cuda:0 stream 7"}
+    assert (len(found.of("call")), len(found.of("run"))) == (1, 0)
+    found = written([worker(1, callee)], path)
+    assert [each["args"]["from"] for each in found.of("run")] == ["trainer"]
+    assert [[each["cat"] for each in flow] for flow in found.flows.values()] == [["receive", "run"]]
+
+
+def test_calls_of_the_trace_itself_are_left_out(path: Path) -> None:
+    caller, callee = call(number=900)
+    assert written([worker(0, caller), worker(1, callee)], path).slices == []
+    service = "torchweft.observe.tracing.recorder.begin"
+    caller, callee = call()
+    for rows in (caller, callee):
+        rows[:] = [tuple(service if e == "model.forward" else e for e in row) for row in rows]
+    assert written([worker(0, caller), worker(1, callee)], path).slices == []
+
+
+def test_messages_of_one_kind_and_number_keep_their_order(path: Path) -> None:
+    posts = [sent(1, Kind.POST, 4, at_s, more) for at_s, more in ((1.0, 50), (2.0, 60))]
+    taken = [received(0, Kind.POST, 4, at_s, more) for at_s, more in ((1.5, 50), (2.5, 60))]
+    found = written([worker(0, posts), worker(1, taken)], path)
+    ends = [[each["ts"] for each in flow] for flow in found.flows.values()]
+    assert ends == [[1_000_000, 1_500_000], [2_000_000, 2_500_000]]
+
+
+def test_a_message_from_before_the_trace_is_not_taken_for_a_later_one(path: Path) -> None:
+    taken = [received(0, Kind.POST, 4, 1.0, 70), received(0, Kind.POST, 4, 2.5, 50)]
+    found = written([worker(0, [sent(1, Kind.POST, 4, 2.0, 50)]), worker(1, taken)], path)
+    ends = [[each["ts"] for each in flow] for flow in found.flows.values()]
+    assert ends == [[2_000_000, 2_500_000]]
+
+
+def test_tensors_beside_a_message_are_part_of_it(path: Path) -> None:
+    caller, callee = call()
+    offered = (OFFERED, 1, int(Kind.CALL), 5, (("shm", 4096),))
+    found = written([worker(0, [offered, *caller]), worker(1, callee)], path)
+    (request,) = [each for each in found.of("send") if each["args"]["kind"] == "call"]
+    assert request["args"]["tensors"] == {"inline": 40, "shm": 4096}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_work_of_threads_nests(seed: int, path: Path) -> None:
     made_up = random.Random(seed)
-    records: list[Record] = []
+    rows = []
     for number in range(40):
         # Some times are equal, and some differ by nanoseconds.
         began_s = made_up.randrange(100) / 10 + made_up.randrange(4) * 1e-9
         ended_s = began_s + made_up.randrange(30) / 10 + made_up.randrange(4) * 1e-9
         thread = made_up.choice((MAIN, SERVING, 33))
-        records.append(Ran(began_s, ended_s, thread, STEP, f"step {number}", 0, ()))
-    found = written(join([(worker(0, records), SAME), (worker(1, []), SAME)]), path)
-    assert len(found.of(STEP)) == len(records)
+        rows.append((RAN, began_s, ended_s, thread, STEP, f"step {number}", 0, ()))
+    found = written([worker(0, rows), worker(1, [])], path)
+    assert len(found.of(STEP)) == len(rows)
 
 
 def test_times_are_exact_in_an_importer_that_cuts_nanoseconds_off() -> None:
@@ -187,10 +207,6 @@ BREAKS: dict[str, Break] = {
     "a begin is missing": lambda events: events.remove(one(events, ph="b")),
     "an id is there twice": lambda events: events.extend(
         [one(events, ph="b") | {"pid": 2, "ts": 9e9}, one(events, ph="e") | {"pid": 2, "ts": 9e9}]
-    ),
-    "bytes are less than none": lambda events: one(events, ph="C")["args"].update(bytes=-1),
-    "bytes are never read": lambda events: events.append(
-        one(events, ph="C") | {"ts": 9e9, "args": {"bytes": 5}}
     ),
     "an arrow does not end": lambda events: one(
         events, ph="X", flow_in=True, flow_out=False
@@ -245,21 +261,16 @@ def test_the_graph_has_messages_bytes_and_times(path: Path) -> None:
     written(step(), path)
     graph = graph_of(load(path), CONTEXT)
     assert graph.workers == ("trainer", "server")
-    told = [(each.direction, each.sender, each.size_bytes) for each in graph.edges]
-    assert told == [
-        ("forward", "trainer", 100),
-        ("forward", "server", 60),
-        ("backward", "trainer", 80),
-    ]
+    told = [(each.direction, each.sender) for each in graph.edges]
+    assert told == [("forward", "trainer"), ("forward", "server"), ("backward", "trainer")]
+    assert all(each.channels == {"inline": 40} for each in graph.edges)
     assert [each.taken_s for each in graph.edges] == pytest.approx([0.02, 0.02, 0.02])
     (part,) = graph.parts
     assert (part.worker, part.runs, part.taken_s) == ("server", 1, pytest.approx(0.02))
     text = graph.text()
-    assert "context 77: 2 workers, 3 messages, 240 B" in text
+    size_bytes = sum(each.size_bytes for each in graph.edges)
+    assert f"context 77: 2 workers, 3 messages, {size_bytes} B" in text
     assert "backward  on server: 20 ms in 1 part: MulBackward0 x 2, SumBackward0" in text
-    picture = graph.svg()
-    assert picture.count("marker-end") == 2 + 3
-    assert picture.count(">trainer<") == picture.count(">server<") == 1
 
 
 def test_a_context_that_is_not_in_the_trace_is_named_with_those_that_are(path: Path) -> None:

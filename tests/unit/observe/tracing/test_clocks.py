@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.engine.protocol.observing import Lead, Reading, lead_of
-from torchweft.observe.tracing.records import SAME, Alignment
+from torchweft.observe.tracing.chrome import SAME, Alignment
 
 delays = st.floats(0.0, 0.5)
 offsets = st.floats(-1e6, 1e6)

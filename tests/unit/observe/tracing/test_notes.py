@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +23,10 @@ from torchweft.observe.tracing.notes import (
     Ids,
     LinkNotes,
     Rows,
-    TracedLinks,
     head_in,
     ids_in,
 )
-from torchweft.observe.tracing.records import Received, Sent, read
+from torchweft.observe.tracing.slices import Slicer
 
 SECRET = b"the values of the program"
 HEAD = (1.0, 9, 3, 8, b"module:function")
@@ -98,20 +97,16 @@ class FakeLink(Link):
 
 
 @pytest.fixture
-def traced() -> Iterator[tuple[FakeLink, Rows]]:
+def traced() -> tuple[FakeLink, Rows]:
     """A link to worker 4, and the rows of what it has sent and received."""
     rows, link = Rows(100), FakeLink()
-    links = TracedLinks(rows)
-    links.begin(link, 4)
-    links.begin(link, 4)
-    yield link, rows
-    links.end()
-    assert link.watcher is None
+    link.watcher = LinkNotes(rows, 4)
+    return link, rows
 
 
-def records(rows: Rows) -> list[Any]:
-    rows.end()
-    return read(rows.take(100))
+def messages(rows: Rows) -> list[Any]:
+    found, ends, _ = rows.end()
+    return Slicer(found, ends, 0, {}, ())._messages
 
 
 def test_frames_that_are_written_together_are_noted_one_by_one(
@@ -124,12 +119,12 @@ def test_frames_that_are_written_together_are_noted_one_by_one(
     assert [len(each) for each in (first, small, empty)] == [3, 2, 3]
     link.send([*first, *small, *empty, REPLY], may_block=True)
     sizes = [sum(map(len, each)) for each in (first, small, empty, [REPLY])]
-    found = records(rows)
-    assert all(isinstance(each, Sent) for each in found)
-    assert [each.size_bytes for each in found] == sizes
-    assert [each.kind for each in found] == [Kind.GRADIENTS] * 3 + [Kind.REPLY]
-    assert [each.stream_bytes for each in found] == [18_000, 10, 0, 0]
-    assert [each.peer for each in found] == [4] * 4
+    found = messages(rows)
+    assert all(each.category == "send" for each in found)
+    assert [each.args["bytes"] for each in found] == sizes
+    assert [each.args["kind"] for each in found] == ["gradients"] * 3 + ["reply"]
+    assert [each.args.get("tensors", {}).get("stream", 0) for each in found] == [18_000, 10, 0, 0]
+    assert [each.args["to"] for each in found] == ["worker 4"] * 4
     assert all(each.began_s <= each.ended_s for each in found)
 
 
@@ -140,7 +135,7 @@ def test_a_message_that_is_written_alone_is_noted_as_among_others(
     link, rows = traced
     link.send([frame], may_block=True)
     link.send([frame, frame], may_block=True)
-    alone, first, _ = records(rows)
+    alone, first, _ = messages(rows)
     assert alone._replace(began_s=0.0, ended_s=0.0) == first._replace(began_s=0.0, ended_s=0.0)
     assert alone.began_s < alone.ended_s
 
@@ -159,12 +154,11 @@ def test_no_byte_of_a_value_is_in_a_row(
     fields = [each for row in rows._rows for each in row]
     kept = [bytes(each) for each in fields if not isinstance(each, (int, float))]
     assert not any(map(has_secret, kept))
-    sent, received = records(rows)
-    assert (sent.number, sent.size_bytes) == (received.number, received.size_bytes)
-    assert (received.number, received.size_bytes) == (number, len(frame))
+    sent, received = messages(rows)
     for each in sent, received:
-        found = (each.context_id, each.message_id, each.creation)
-        assert found == (expected.context_id, expected.message_id, expected.creation)
+        assert each.args["bytes"] == len(frame)
+        assert each.args.get("context", 0) == expected.context_id
+        assert f".{number}" in each.arrow
 
 
 @pytest.mark.parametrize("size", [0, 1, 20])
@@ -174,9 +168,9 @@ def test_a_control_part_that_is_too_short_has_no_numbers(
     rows = Rows(100)
     for kind in (Kind.CALL, Kind.REPLY, Kind.GRADIENTS):
         LinkNotes(rows, 4).received(Frame(kind, 0, 5, CALL[HEADER_BYTES:][:size], ()))
-    for found in records(rows):
-        assert (found.number, found.size_bytes) == (5, HEADER_BYTES + size)
-        assert (found.context_id, found.message_id, found.creation) == (0, 0, -1)
+    for found in messages(rows):
+        assert found.args["bytes"] == HEADER_BYTES + size
+        assert "context" not in found.args
 
 
 @pytest.mark.parametrize("sizes", [(), (10,), (9000, 1), (9000, 0)])
@@ -188,7 +182,7 @@ def test_the_size_of_a_received_frame_is_that_on_the_connection(
     buffers = [memoryview(b"x" * size) for size in sizes]
     parts = encode_frame(Kind.BACKWARD, 16, 5, control, buffers)
     link.receives([*parts, REPLY])
-    first, second = records(rows)
-    assert isinstance(first, Received)
-    assert (first.size_bytes, first.number, first.peer) == (sum(map(len, parts)), 5, 4)
-    assert (second.size_bytes, second.number, second.message_id) == (len(REPLY), 7, 8)
+    first, second = messages(rows)
+    assert first.category == second.category == "receive"
+    assert (first.args["bytes"], first.args["from"]) == (sum(map(len, parts)), "worker 4")
+    assert (second.args["bytes"], second.args["context"]) == (len(REPLY), 3)

@@ -16,8 +16,7 @@ from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import ERROR_REPLY, Kind
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.ids import ReferenceId
-from torchweft.observe.tracing.notes import Names, Rows, TracingWatcher
-from torchweft.observe.tracing.records import Created, Made, Served, read
+from torchweft.observe.tracing.notes import CREATED, MADE, SERVED, Names, Rows, TracingWatcher
 from torchweft.rpc.serving import Call
 
 REQUEST = Frame(Kind.CALL, 0, 7, b"", ())
@@ -53,9 +52,8 @@ class Noting:
         self.rows = Rows(limit)
         self.watcher = TracingWatcher(self.rows, Names())
 
-    def records(self) -> list[Any]:
-        self.rows.end()
-        return read(self.rows.take(100))
+    def noted(self) -> list[Any]:
+        return [row[1:] for row in self.rows.end()[0]]
 
     def served(self) -> tuple[Any, Answers]:
         call: Any = Call(Caller(), REQUEST, ARRIVED_S)
@@ -86,13 +84,11 @@ def test_a_call_is_noted_when_it_ends(frame: Frame | None) -> None:
     assert len(noting.rows) == 0
     call.finish()
     assert call.is_done
-    (made,) = noting.records()
-    assert isinstance(made, Made)
-    assert (made.callee, made.number, made.function) == (9, 12, f"{__name__}.work")
-    assert (made.parent_caller, made.parent_number) == (3, 7)
-    assert (made.is_async, made.failed) == (False, True)
-    assert made.thread == threading.get_ident()
-    assert made.started_s <= made.ended_s
+    ((tag, began_s, ended_s, thread, *made),) = noting.noted()
+    assert tag == MADE
+    assert made == [9, 12, f"{__name__}.work", 3, 7, False, True]
+    assert thread == threading.get_ident()
+    assert began_s <= ended_s
 
 
 def test_a_served_call_is_noted_before_it_is_answered() -> None:
@@ -100,14 +96,13 @@ def test_a_served_call_is_noted_before_it_is_answered() -> None:
     call, answers = noting.begun()
     call("result", None)
     assert answers.told == [(7, "result", 1)]
-    (served,) = noting.records()
-    assert isinstance(served, Served)
-    assert (served.arrived_s, served.caller, served.number) == (ARRIVED_S, 3, 7)
-    assert served.arrived_s <= served.began_s
-    assert (served.function, served.context_id, served.failed) == ("m.work", 5, False)
-    assert served.ended_s <= served.answered_s
     call("again", None)
-    assert len(noting.rows) == 0
+    assert len(noting.rows) == 1
+    rows, ends, dropped = noting.rows.end()
+    ((number, tag, arrived_s, began_s, ended_s, _, _, *served),) = rows
+    assert (tag, arrived_s, dropped) == (SERVED, ARRIVED_S, 0)
+    assert served == [3, 7, -1, "m.work", 5, False]
+    assert arrived_s <= began_s <= ended_s <= ends[number]
 
 
 def test_a_call_that_fails_before_its_turn_is_answered_all_the_same() -> None:
@@ -123,9 +118,8 @@ def test_a_call_that_fails_before_its_turn_is_answered_all_the_same() -> None:
 def test_a_made_value_is_noted_with_its_reference() -> None:
     noting = Noting()
     noting.watcher.creation_sent(noting.made(), ReferenceId(1, 2, 8))
-    (created,) = noting.records()
-    assert isinstance(created, Created)
-    assert (created.owner, created.number, created.function) == (2, 8, f"{__name__}.work")
+    ((tag, _, _, *created),) = noting.noted()
+    assert (tag, *created) == (CREATED, 2, 8, f"{__name__}.work")
 
 
 def test_watchers_may_watch_together() -> None:
@@ -133,7 +127,7 @@ def test_watchers_may_watch_together() -> None:
     both = first.made()
     both.watchers = (first.watcher, second.watcher)
     both.finish()
-    assert len(first.records()) == len(second.records()) == 1
+    assert len(first.noted()) == len(second.noted()) == 1
 
 
 def test_the_newest_rows_are_kept_and_the_others_counted() -> None:
@@ -142,24 +136,10 @@ def test_the_newest_rows_are_kept_and_the_others_counted() -> None:
         call, _ = noting.begun()
         call.function = f"m:work{number}".encode()
         call("result", None)
-    assert noting.rows.end() == 2
-    records = read(noting.rows.take(2)) + read(noting.rows.take(2))
-    assert [each.function for each in records] == ["m.work2", "m.work3", "m.work4"]
-    assert all(each.answered_s > each.ended_s for each in records)
-
-
-def test_rows_of_all_kinds_are_taken_in_their_order() -> None:
-    noting = Noting(limit=6)
-    for number in range(3):
-        call, _ = noting.begun()
-        call("result", None)
-        noting.watcher.creation_sent(noting.made(), ReferenceId(1, 2, number))
-        noting.made().finish()
-    assert noting.rows.end() == 3
-    taken = noting.rows.take(2) + noting.rows.take(100)
-    assert [each[0] for each in taken] == [3, 4, 5, 6, 7, 8]
-    assert [type(each) for each in read(taken)] == [Served, Created, Made] * 2
-    assert not noting.rows.take(1)
+    rows, ends, dropped = noting.rows.end()
+    assert dropped == 2
+    assert [row[-3] for row in rows] == ["m.work2", "m.work3", "m.work4"]
+    assert all(ends[row[0]] > row[4] for row in rows)
 
 
 def test_rows_are_not_tracked_by_the_garbage_collector() -> None:

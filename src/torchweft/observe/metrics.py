@@ -1,28 +1,34 @@
-"""Reads the metrics of a worker or its group, and serves them over HTTP until it leaves."""
+"""The counters of workers for other monitoring: served for Prometheus, or as plain data.
+
+The numbers are those of ``torchweft top``: the reports of workers, asked when they are wanted, so
+nothing is counted twice. ``measures`` names them as OpenTelemetry does, and only ``prometheus``
+imports a package that not everybody has.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchweft import scraping
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
 from torchweft.observe.group import Group
-from torchweft.observe.metrics.measures import Metric, measures_of
+from torchweft.observe.measures import Distribution, Metric, Point, measures_of
 from torchweft.observe.report import METRICS
 from torchweft.observe.session import Access
 from torchweft.rpc.node import Node, current_node
 from torchweft.scraping import Address
 
-if TYPE_CHECKING:
-    from torchweft.observe.metrics.prometheus import Endpoint
+__all__ = ["Distribution", "Metric", "Point", "Server", "read", "serve"]
 
 _LOOPBACK = "127.0.0.1"
 _MOST_PORTS = 1 << 16
 TIMEOUT_S = 2.0
+_POLL_S = 0.1
 
 
 def read(*, group: bool = False, timeout: float = TIMEOUT_S) -> list[Metric]:
@@ -97,65 +103,75 @@ def serve(
     check(group, timeout)
     scraping.check_package()
     node = current_node()
-    listening = Listening(Address(host, port), "pass another port, or 0 for a free one")
-    return listening.serve(node, group=group, timeout_s=timeout)
+    server = Server(Address(host, port), "pass another port, or 0 for a free one")
+    return server.serve(node, group=group, timeout_s=timeout)
 
 
-class Listening:
-    """An address at which the metrics of a worker are served later; taken before it joins.
+class Server(Closing):
+    """Serves the metrics of a worker at an address; also a context manager, which closes it.
+
+    It listens at once, before the worker joins. Requests wait until ``serve`` is called.
+    Thread-safe.
 
     Args:
-        address: The address.
+        address: The address to listen at; with port 0, a free one.
         fix: What to do if it is taken, for the error.
 
     Raises:
         ConfigurationError: The extra is missing, or the address cannot be listened at.
-    """
-
-    def __init__(self, address: Address, fix: str = "take another port") -> None:
-        try:
-            from torchweft.observe.metrics.prometheus import Endpoint
-        except ImportError as error:
-            raise scraping.missing(error.name) from error
-        try:
-            self._endpoint: Endpoint = Endpoint(address)
-        except OSError as error:
-            raise scraping.taken(address, error, fix) from error
-
-    def serve(self, node: Node, *, group: bool = False, timeout_s: float = TIMEOUT_S) -> Server:
-        """Begins to serve the metrics of a worker, or of its group, until the worker leaves."""
-        try:
-            read = reader_of(node, group=group, timeout_s=timeout_s)
-            read()  # Calls are counted from now on.
-            self._endpoint.serve(read, f"weft-{node.agent.info.name}-metrics")
-        except BaseException:
-            self.close()
-            raise
-        return Server(node, self._endpoint)
-
-    def close(self) -> None:
-        """Leaves the address."""
-        self._endpoint.close()
-
-
-class Server(Closing):
-    """An endpoint that serves metrics; also a context manager, which closes it. Thread-safe.
 
     Attributes:
         url: Its address, for Prometheus.
         port: Its port.
     """
 
-    def __init__(self, node: Node, endpoint: Endpoint) -> None:
+    def __init__(self, address: Address, fix: str = "take another port") -> None:
+        try:
+            from torchweft.observe.prometheus import HttpServer
+        except ImportError as error:
+            raise scraping.missing(error.name) from error
+        try:
+            self._http = HttpServer(address)
+        except OSError as error:
+            raise scraping.taken(address, error, fix) from error
+        self.port: int = self._http.server_port
+        self.url = address._replace(port=self.port).url
+        self._node: Node | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def serve(self, node: Node, *, group: bool = False, timeout_s: float = TIMEOUT_S) -> Server:
+        """Begins to serve the metrics of a worker, or of its group, until the worker leaves."""
+        try:
+            read = reader_of(node, group=group, timeout_s=timeout_s)
+            read()  # Calls are counted from now on.
+            self.begin(read, f"weft-{node.agent.info.name}-metrics")
+        except BaseException:
+            self.close()
+            raise
         self._node = node
-        self._endpoint = endpoint
-        self.port, self.url = endpoint.port, endpoint.url
-        node.on_end[self] = endpoint.close
+        node.on_end[self] = self.close
+        return self
+
+    def begin(self, read: Callable[[], list[Metric]], name: str) -> None:
+        """Begins to serve what a function returns, by a thread of that name."""
+        self._http.set_app(self._http.application_of(read))
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, args=(_POLL_S,), name=name, daemon=True
+        )
+        self._thread.start()
 
     def close(self) -> None:
         """Ends it; nothing if it has ended. Blocks for half a second at most."""
-        self._node.on_end.pop(self, None)
-        self._endpoint.close()
+        if self._node is not None:
+            self._node.on_end.pop(self, None)
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._http.shutdown()
+                thread.join()
+            self._http.server_close()
+            self._http.hang_up_on_all()
 
     def __repr__(self) -> str:
         return f"<metrics at {self.url}>"

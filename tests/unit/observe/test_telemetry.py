@@ -11,8 +11,8 @@ from torchweft.errors import ConfigurationError, NotInitialized
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torchweft.observe.telemetry.tracer", raising=False)
-    monkeypatch.delattr("torchweft.observe.telemetry.tracer", raising=False)
+    monkeypatch.delitem(sys.modules, "torchweft.observe.telemetry", raising=False)
+    monkeypatch.delattr("torchweft.observe.telemetry", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'torchweft\[otel\]'"):
         observe.spans()

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torchweft.observe.report import STEPS, FunctionCounts, Identity, Member, Report
+from torchweft.observe.report import MESSAGES, STEPS, FunctionCounts, Identity, Member, Report
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -19,8 +19,6 @@ of 2, so none of them has to be divided."""
 
 _FIRST_BUCKETS = [exponent * STEPS for exponent in range(-16, 8, 2)]
 _SYSTEM = "torchweft"
-_LENT = "lent"
-_MESSAGES = "messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +149,12 @@ def _traffic(reports: Iterable[Report]) -> Metric:
     about = "bytes by other worker and channel; 'lent' is used in place, and does not move"
     metric = Metric("weft.network.io", COUNTER, "By", about)
     for report in reports:
-        for each in report.traffic:
-            moved = {("transmit", _MESSAGES): each.sent, ("receive", _MESSAGES): each.received}
-            for name, count in each.by_channel.items():
-                direction, _, channel = name.partition(" ")
-                way = "receive" if direction == "received" else "transmit"
-                moved[way, channel or _LENT] = count
-            for (way, channel), count in moved.items():
-                which = {
-                    "weft.peer": each.worker,
-                    "weft.channel": channel,
-                    "network.io.direction": way,
-                }
-                metric.points.append(Point(_of(report) | which, float(count)))
+        for (peer, channel), pair in report.moved().items():
+            which = _of(report) | {"weft.peer": peer, "weft.channel": channel}
+            for way, count in zip(("transmit", "receive"), pair, strict=True):
+                if count or channel == MESSAGES:
+                    of_way = which | {"network.io.direction": way}
+                    metric.points.append(Point(of_way, float(count)))
     return metric
 
 

@@ -16,9 +16,11 @@ pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.observe.reports import member, report
-from torchweft.observe.metrics import prometheus
-from torchweft.observe.metrics.measures import Metric, measures_of
-from torchweft.observe.metrics.prometheus import Endpoint, family_of
+from torchweft.errors import ConfigurationError
+from torchweft.observe import prometheus
+from torchweft.observe.measures import Metric, measures_of
+from torchweft.observe.metrics import Server
+from torchweft.observe.prometheus import family_of
 from torchweft.observe.report import FunctionCounts, bucket_of
 from torchweft.scraping import Address
 
@@ -40,14 +42,14 @@ def test_names_follow_the_rules_of_opentelemetry() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_prometheus_reads_the_same_numbers(host: str) -> None:
-    endpoint = Endpoint(Address(host, 0))
-    endpoint.serve(metrics, "test-metrics")
+    server = Server(Address(host, 0))
+    server.begin(metrics, "test-metrics")
     try:
-        with urllib.request.urlopen(endpoint.url, timeout=LIMIT_S) as answer:
+        with urllib.request.urlopen(server.url, timeout=LIMIT_S) as answer:
             text = answer.read().decode()
     finally:
-        endpoint.close()
-    endpoint.close()  # Nothing happens.
+        server.close()
+    server.close()  # Nothing happens.
     samples = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -71,30 +73,28 @@ def test_prometheus_reads_the_same_numbers(host: str) -> None:
 
 
 def test_a_port_in_use_is_told() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
-        Endpoint(Address("127.0.0.1", taken.getsockname()[1]))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigurationError):
+        Server(Address("127.0.0.1", taken.getsockname()[1]))
 
 
 def test_after_its_end_nobody_listens() -> None:
-    endpoint = Endpoint(Address("127.0.0.1", 0))
-    endpoint.serve(metrics, "test-metrics")
-    endpoint.close()
+    server = Server(Address("127.0.0.1", 0))
+    server.begin(metrics, "test-metrics")
+    server.close()
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(endpoint.url, timeout=LIMIT_S)
+        urllib.request.urlopen(server.url, timeout=LIMIT_S)
 
 
 def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus, "_MOST_CONNECTIONS", 3)
     monkeypatch.setattr(prometheus, "_CONNECTION_S", 1.0)
-    endpoint = Endpoint(Address("127.0.0.1", 0))
-    endpoint.serve(metrics, "metrics")
+    server = Server(Address("127.0.0.1", 0))
+    server.begin(metrics, "metrics")
     before = threading.active_count()
     try:
         with contextlib.ExitStack() as opened:
             silent = [
-                opened.enter_context(
-                    socket.create_connection(("127.0.0.1", endpoint.port), LIMIT_S)
-                )
+                opened.enter_context(socket.create_connection(("127.0.0.1", server.port), LIMIT_S))
                 for _ in range(6)
             ]
             for each in silent:
@@ -103,11 +103,11 @@ def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
             for each in silent:
                 with contextlib.suppress(ConnectionError):
                     assert each.recv(1) == b""
-            with urllib.request.urlopen(endpoint.url, timeout=LIMIT_S) as answer:
+            with urllib.request.urlopen(server.url, timeout=LIMIT_S) as answer:
                 assert b"rpc_client_call_duration_seconds" in answer.read()
         deadline_s = time.monotonic() + LIMIT_S
         while threading.active_count() > before:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
     finally:
-        endpoint.close()
+        server.close()

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from tests.unit.observe.reports import made, member, report, served
+from torchweft import observe
 from torchweft.engine.protocol.observing import NumberRow, NumberTable
-from torchweft.observe.metrics.measures import BOUNDS_S, Distribution, measures_of
+from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitialized
+from torchweft.observe.measures import BOUNDS_S, Distribution, measures_of
 from torchweft.observe.report import FunctionCounts, Traffic, bucket_of
 
 OF_F = {"weft.worker": "a", "rpc.system.name": "torchweft", "rpc.method": "f"}
@@ -98,3 +104,29 @@ def test_a_worker_that_does_not_answer_is_down_in_the_same_series() -> None:
         ({"weft.worker": "a", "weft.rank": "0", **place}, 1.0),
         ({"weft.worker": "b", "weft.rank": "1", **place}, 0.0),
     ]
+
+
+# Mistakes in serving metrics, outside of a group
+
+MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: observe.metrics.serve("9400"), ArgumentTypeError, "port"),  # type: ignore[arg-type]
+    (lambda: observe.metrics.serve(70_000), ConfigurationError, "up to 65535"),
+    (lambda: observe.metrics.serve(host=None), ArgumentTypeError, "host"),  # type: ignore[arg-type]
+    (lambda: observe.metrics.serve(group=1), ArgumentTypeError, "all workers"),  # type: ignore[arg-type]
+    (lambda: observe.metrics.read(timeout=0), ConfigurationError, "positive number of seconds"),
+    (lambda: observe.metrics.read(timeout="2"), ArgumentTypeError, "timeout"),  # type: ignore[arg-type]
+    (lambda: observe.metrics.read(), NotInitialized, "init_rpc"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "told"), MISTAKES)
+def test_a_mistake_is_told(call: Callable[[], object], kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=told):
+        call()
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torchweft.observe.prometheus", raising=False)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'torchweft\[metrics\]'"):
+        observe.metrics.serve()

@@ -25,13 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
-from torchweft.observe.metrics.measures import (
-    BOUNDS_S,
-    COUNTER,
-    GAUGE,
-    Distribution,
-    Metric,
-)
+from torchweft.observe.measures import BOUNDS_S, COUNTER, GAUGE, Distribution, Metric
 from torchweft.scraping import Address, listener
 
 _UNITS = {"s": "seconds", "By": "bytes"}
@@ -41,7 +35,6 @@ _MOST_CONNECTIONS = 16
 """Each has a thread; beyond it, the oldest is closed, as that of a client that sends nothing."""
 _CONNECTION_S = 60.0
 """Seconds after which a connection is closed, also one that goes on byte by byte."""
-_POLL_S = 0.1
 
 
 def name_of(metric: Metric) -> str:
@@ -69,12 +62,8 @@ def family_of(metric: Metric) -> Any:
     return family
 
 
-class GroupCollector:
-    """Collects the metrics of workers, for a registry of ``prometheus_client``.
-
-    Args:
-        read: Returns the metrics; called for each collection.
-    """
+class _Collector:
+    """Collects metrics for a registry of ``prometheus_client``."""
 
     def __init__(self, read: Callable[[], list[Metric]]) -> None:
         self._read = read
@@ -88,7 +77,16 @@ class GroupCollector:
         yield from map(family_of, self._read())
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class HttpServer(ThreadingMixIn, WSGIServer):
+    """Listens at an address; serves each connection by a thread of its own, within limits.
+
+    Args:
+        address: The address to listen at; with port 0, a free one.
+
+    Raises:
+        OSError: It cannot listen there.
+    """
+
     daemon_threads = True
 
     def __init__(self, address: Address) -> None:
@@ -100,6 +98,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         # The method of the base class asks the name service for the name of the address.
         self.server_name, self.server_port = self.socket.getsockname()[:2]
         self.setup_environ()
+
+    def application_of(self, read: Callable[[], list[Metric]]) -> Any:
+        """Returns the application that shows what a function returns."""
+        registry = CollectorRegistry()
+        collector: Any = _Collector(read)
+        registry.register(collector)
+        return make_wsgi_app(registry)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serves a connection by a thread of its own, within the limits for all of them."""
@@ -144,49 +149,3 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Says nothing: each scrape would be a line on standard error."""
-
-
-class Endpoint:
-    """Serves metrics at one address, by a thread of its own and one for each request.
-
-    It listens at once. Requests wait until ``serve`` is called.
-
-    Args:
-        address: The address to listen at; with port 0, a free one.
-
-    Raises:
-        OSError: It cannot listen there.
-    """
-
-    def __init__(self, address: Address) -> None:
-        self._server = _Server(address)
-        self.port: int = self._server.server_port
-        self.url = address._replace(port=self.port).url
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def serve(self, read: Callable[[], list[Metric]], name: str) -> None:
-        """Begins to serve.
-
-        Args:
-            read: Returns the metrics.
-            name: Name of the thread.
-        """
-        registry = CollectorRegistry()
-        collector: Any = GroupCollector(read)
-        registry.register(collector)
-        self._server.set_app(make_wsgi_app(registry))
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_POLL_S,), name=name, daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends it; nothing if it has ended."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-            if thread is not None:
-                self._server.shutdown()
-                thread.join()
-            self._server.server_close()
-            self._server.hang_up_on_all()

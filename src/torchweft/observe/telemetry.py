@@ -1,6 +1,8 @@
-"""Makes the spans, by the API of OpenTelemetry.
+"""Tells OpenTelemetry of each call, part of a backward pass and step of an optimizer, as spans.
 
-Names of attributes are those of the semantic conventions for RPC.
+``Spans`` switches that on and off in one worker, and ``Tracer`` makes the spans. No other file
+imports OpenTelemetry: its API, for which the program brings an SDK and an exporter. Names of
+attributes are those of the semantic conventions for RPC.
 
 Messages carry contexts of spans as text, made and read by the propagator of the process:
 ``traceparent`` and ``baggage`` of the W3C unless the program has set another.
@@ -14,7 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from opentelemetry import context as contexts
 from opentelemetry import propagate, trace
@@ -28,6 +30,10 @@ from opentelemetry.trace import (
     StatusCode,
     TracerProvider,
 )
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import current_id
@@ -36,14 +42,20 @@ from torchweft.engine.protocol.backward import Progress
 from torchweft.engine.protocol.calls import AnsweredCall
 from torchweft.engine.wire.frames import Buffer
 from torchweft.engine.wire.messages import ERROR_REPLY, MAX_SPAN_BYTES, NO_GRAD, pass_span
+from torchweft.engine.worker.agent import Slot
 from torchweft.engine.worker.calls import PendingCall, current_call
 from torchweft.engine.worker.peers import Peer
+from torchweft.errors import ObserveError
 from torchweft.ids import ReferenceId, worker_of
 from torchweft.observe.counting import name_of
 from torchweft.observe.tracing.notes import operations_due
+from torchweft.rpc.node import Node, current_node
 from torchweft.rpc.observed import named_in
 from torchweft.rpc.worker import Carrier
 from torchweft.version import VERSION
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 MOST_CONTEXTS = 1000
 """Contexts of each kind that a worker keeps."""
@@ -82,53 +94,6 @@ class _Pass:
         return context_in(self.carried)
 
 
-class Passes:
-    """The spans of the newest backward passes. Thread-safe.
-
-    Attributes:
-        me: The id of this worker.
-    """
-
-    def __init__(self) -> None:
-        self.me = -1
-        self._known: OrderedDict[tuple[int, int], _Pass] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def take_span(self, key: tuple[int, int], carried: bytes) -> None:
-        """Takes the context of the span of a pass, which another worker has sent.
-
-        Args:
-            key: The numbers of the pass and of its autograd context.
-            carried: The context of the span.
-        """
-        self._take(key, carried)
-
-    def _take(self, key: tuple[int, int], carried: bytes) -> _Pass:
-        with self._lock:
-            known = self._known.setdefault(key, _Pass(carried))
-            if len(self._known) > MOST_CONTEXTS:
-                self._known.popitem(last=False)
-            return known
-
-    def context_of(self, key: tuple[int, int]) -> Context | None:
-        """Returns the context of a pass that another worker leads, if it has one."""
-        found = self._known.get(key)
-        return None if found is None else found.context
-
-    def messages_before(self, peer: Peer, name: PassName) -> list[Buffer]:
-        """Returns the context of a pass as a message, before the first message to a worker."""
-        pass_id, key = name.pass_id, (name.pass_id, name.context_id)
-        known = self._known.get(key)
-        if known is None and worker_of(pass_id) != self.me:
-            return []
-        if known is None:  # The thread that leads a pass is the one that sends.
-            known = self._take(key, carried_in(contexts.get_current()))
-        if not known.carried or peer.id in known.told or peer.id == worker_of(pass_id):
-            return []
-        known.told.add(peer.id)
-        return pass_span(*key, known.carried)
-
-
 SYSTEM = "torchweft"
 _NS = 1_000_000_000
 
@@ -138,18 +103,20 @@ class Tracer(Carrier):
 
     Args:
         provider: Makes the tracer; None for the provider of the process.
+
+    Attributes:
+        me: The id of the worker.
     """
 
     def __init__(self, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(SYSTEM, VERSION, tracer_provider=provider)
         self._steps = _Steps()
         self._of_context: OrderedDict[int, Context] = OrderedDict()
-        self._passes = Passes()
+        """The calls that have begun autograd contexts here, for their backward passes."""
+        self._passes: OrderedDict[tuple[int, int], _Pass] = OrderedDict()
+        """The newest passes, by the numbers of a pass and of its autograd context."""
         self._lock = threading.Lock()
-
-    def begin(self, me: int) -> None:
-        """Is called before the first span, with the id of the worker."""
-        self._passes.me = me
+        self.me = -1
 
     # Calls at their caller
 
@@ -232,7 +199,7 @@ class Tracer(Carrier):
         context_id = getattr(call, "context_id", 0)
         if context_id and context_id != NO_GRAD:
             served.span.set_attribute("weft.autograd.context", context_id)
-            self._note_context(context_id, served.context)
+            self._keep(self._of_context, context_id, served.context)
         if error is not None:
             _fail(served.span, error)
         served.span.end()
@@ -276,13 +243,13 @@ class Tracer(Carrier):
 
     # Backward passes and optimizers
 
-    def _note_context(self, context_id: int, of_call: Context) -> None:
-        """Notes the call that begins an autograd context here, for its backward passes."""
-        if context_id not in self._of_context:
-            with self._lock:
-                self._of_context[context_id] = of_call
-                if len(self._of_context) > MOST_CONTEXTS:
-                    self._of_context.popitem(last=False)
+    def _keep(self, known: OrderedDict[K, V], key: K, value: V) -> V:
+        """Keeps a value unless the key has one; returns that of the key."""
+        with self._lock:
+            kept = known.setdefault(key, value)
+            if len(known) > MOST_CONTEXTS:
+                known.popitem(last=False)
+            return kept
 
     @contextlib.contextmanager
     def pass_runs(self, context_id: int) -> Iterator[None]:
@@ -296,19 +263,27 @@ class Tracer(Carrier):
 
     def messages_before(self, peer: Peer, name: PassName) -> list[Buffer]:
         """Returns the context of a pass as a message, before the first one to a worker."""
-        return self._passes.messages_before(peer, name)
+        key, leader = (name.pass_id, name.context_id), worker_of(name.pass_id)
+        known = self._passes.get(key)
+        if known is None and leader == self.me:  # The thread that leads a pass is that which sends.
+            carried = carried_in(contexts.get_current())
+            known = self._keep(self._passes, key, _Pass(carried))
+        if known is None or not known.carried or peer.id in known.told or peer.id == leader:
+            return []
+        known.told.add(peer.id)
+        return pass_span(*key, known.carried)
 
     def take_span(self, key: tuple[int, int], context: bytes) -> None:
-        """Takes the context of the span of a pass."""
-        self._passes.take_span(key, context)
+        """Takes the context of the span of a pass, which another worker has sent."""
+        self._keep(self._passes, key, _Pass(context))
 
     def part_runs(
         self, local: LocalPass, work: Callable[[], tuple[list[Outgoing], Progress]]
     ) -> tuple[list[Outgoing], Progress]:
         """Runs a step of this worker's part of a pass in a span."""
         names, context_id = operations_due(local), local.context_id
-        of_pass = self._passes.context_of((local.pass_id, context_id))
-        within = _current(of_pass or self._of_context.get(context_id))
+        led = self._passes.get((local.pass_id, context_id))
+        within = _current(self._of_context.get(context_id) if led is None else led.context)
         attributes: dict[str, Any] = {
             "weft.autograd.context": context_id,
             "weft.autograd.operations": list(names),
@@ -411,3 +386,69 @@ def _fail(span: Span, error: BaseException) -> None:
         name = f"{kind.__module__}.{name}"
     span.set_attribute("error.type", name)
     span.set_status(Status(StatusCode.ERROR, name))
+
+
+class Spans:
+    """Makes spans of OpenTelemetry of what this worker does, in a block or until ``stop``.
+
+    Each call makes a span at its caller and one at its callee, where spans are on there too. It
+    carries the caller's context, so the spans of a step are one trace over all workers, and spans
+    that the program itself makes in served functions are in it. A context that calls carry goes on
+    through workers whose spans are on. Parts of backward passes and steps of optimizers are spans
+    as well. Needs the extra ``otel``, and an SDK that the program sets up, on each worker.
+
+    Args:
+        tracer_provider: Makes the spans; None for the provider of the process.
+    """
+
+    def __init__(self, tracer_provider: TracerProvider | None = None) -> None:
+        self._tracer = Tracer(tracer_provider)
+        self._node: Node | None = None
+        self._hooks: list[Any] = []
+
+    def start(self) -> Spans:
+        """Makes spans from now on, until ``stop`` or until the worker leaves its group.
+
+        Returns:
+            This object.
+
+        Raises:
+            ObserveError: Spans are on already in this worker.
+            NotInitialized: This process is no worker.
+        """
+        node = current_node()
+        others: object = node.agent.slots.setdefault(_SPANS, self)
+        if self._node is not None or others is not self:
+            raise ObserveError(
+                f"spans are on already in worker {node.agent.info.name!r}: stop those first"
+            )
+        self._node = node
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._tracer.step_begins),
+            register_optimizer_step_post_hook(self._tracer.step_ends),
+        ]
+        node.on_end[self] = self.stop
+        self._tracer.me = node.agent.me.id
+        node.worker.watch(self._tracer)
+        return self
+
+    def stop(self) -> None:
+        """Makes no further spans; nothing if none are made. Thread-safe."""
+        node, self._node = self._node, None
+        if node is None:
+            return
+        node.on_end.pop(self, None)
+        node.worker.unwatch(self._tracer)
+        for hook in self._hooks:
+            hook.remove()
+        node.agent.slots.pop(_SPANS, None)
+
+    def __enter__(self) -> Spans:
+        return self.start()
+
+    def __exit__(self, *failure: object) -> None:
+        self.stop()
+
+
+_SPANS: Slot[Spans] = Slot()
+"""The spans of a worker, while they are on."""
