@@ -175,6 +175,8 @@ class Display:
         if self._live is not None:
             self._live.print(line)
             return
+        encoding = getattr(self._out, "encoding", None) or "utf-8"  # A StringIO has none.
+        line = line.encode(encoding, "replace").decode(encoding)
         try:
             self._out.write(f"{line}\n")
             self._out.flush()

@@ -132,6 +132,14 @@ def test_a_stream_that_is_closed_stops_no_program(caplog: pytest.LogCaptureFixtu
     assert shown.workers["worker0"].parts == 1
 
 
+def test_characters_that_the_stream_does_not_have() -> None:
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    with Display(label="ünï", out=out, interval_s=NEVER_S):
+        pass
+    out.seek(0)
+    assert out.read().startswith("?n?: 0 jobs")
+
+
 def test_a_terminal_without_rich_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.delitem(sys.modules, "torchweft.progress.live", raising=False)
