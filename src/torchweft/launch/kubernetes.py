@@ -17,11 +17,12 @@ from torchweft.errors import ConfigurationError, NotSupported
 from torchweft.launch.job import Job
 from torchweft.launch.kubernetes_manifest import as_yaml, job_set, secret_of
 from torchweft.launch.kubernetes_pods import Pods
-from torchweft.launch.launchers import Launcher, Order
+from torchweft.launch.launchers import Launcher
 from torchweft.launch.restarts import GROUP
+from torchweft.launch.run import Order
 
 if TYPE_CHECKING:
-    from torchweft.launch.local_cluster import Cluster
+    from torchweft.launch.clusters import Cluster
     from torchweft.launch.terms import Terms
 from torchweft.scraping import Address
 

@@ -21,14 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchweft.errors import ConfigurationError
-from torchweft.launch.host_connection import Host
+from torchweft.launch.hosts import Host
 from torchweft.launch.hosts_launcher import HostsLauncher
-from torchweft.launch.launchers import Order
 from torchweft.launch.ray_bundles import ActorLink, Amounts, Bundles, package
-from torchweft.launch.run import BROKEN_PIPE_STATUS, output_closed
+from torchweft.launch.run import BROKEN_PIPE_STATUS, Order, output_closed
 
 if TYPE_CHECKING:
-    from torchweft.launch.local_cluster import Cluster
+    from torchweft.launch.clusters import Cluster
     from torchweft.launch.terms import Terms
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")

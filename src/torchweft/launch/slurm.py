@@ -28,16 +28,14 @@ from typing import TYPE_CHECKING
 
 from torchweft.errors import ConfigurationError, LaunchError
 from torchweft.launch.console import session_console
-from torchweft.launch.host_connection import Host
-from torchweft.launch.hosts import HostNurseries
+from torchweft.launch.hosts import Host, HostNurseries
 from torchweft.launch.hosts_launcher import HostsLauncher
-from torchweft.launch.launchers import Order
+from torchweft.launch.run import Order, Run
 from torchweft.launch.slurm_allocation import Allocation
 from torchweft.launch.slurm_job import BatchJob, ask, fields_of, state_of
 
 if TYPE_CHECKING:
-    from torchweft.launch.local_cluster import Cluster
-    from torchweft.launch.run import Run
+    from torchweft.launch.clusters import Cluster
     from torchweft.launch.terms import Terms
 
 _ANSWER_S = 60.0

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchweft import knobs
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch.nursery import Nursery
-from torchweft.launch.scrapes import Scrapes
-from torchweft.launch.worker import check_seed, identity_environment
+from torchweft.launch.worker import Scrapes, check_seed, identity_environment
 from torchweft.scraping import VARIABLE, address_in
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import torchweft
 from torchweft.cli.main import main
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch import launchers
-from torchweft.launch.launchers import Launcher, Order, launcher_of, load
-from torchweft.launch.local_cluster import Cluster
+from torchweft.launch.clusters import Cluster
+from torchweft.launch.launchers import Launcher, launcher_of, load
+from torchweft.launch.run import Order
 from torchweft.launch.terms import Terms
 
 

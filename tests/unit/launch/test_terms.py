@@ -8,7 +8,7 @@ from tests.tables import cases
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch import cluster, terms
 from torchweft.launch.console import Console
-from torchweft.launch.run import run_workers
+from torchweft.launch.run import Order, run_here
 from torchweft.launch.terms import Terms
 
 NAMES = ["ps", "trainer"]
@@ -48,7 +48,7 @@ def test_a_variable_that_is_unknown_is_refused_before_anything_is_started(
     with pytest.raises(ConfigurationError, match="did you mean 'WEFT_RPC_TIMEOUT_S'"):
         cluster(workers=2)
     with pytest.raises(ConfigurationError, match="did you mean 'WEFT_RPC_TIMEOUT_S'"):
-        run_workers(["a"], {}, console=cast(Console, None))
+        run_here(Order(["a"], {}, cast(Console, None)))
 
 
 @pytest.mark.parametrize(
