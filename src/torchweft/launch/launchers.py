@@ -17,13 +17,13 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NoReturn
 
 from torchweft import knobs
-from torchweft.arguments import did_you_mean
-from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.arguments import check_type, checked_int, did_you_mean, wrong_type
+from torchweft.errors import ConfigurationError
 from torchweft.ids import check_worker_name
 from torchweft.launch.clusters import Cluster
 from torchweft.launch.nursery import Nursery
 from torchweft.launch.run import Order, run_here
-from torchweft.launch.terms import Terms, check_type
+from torchweft.launch.terms import Terms
 from torchweft.launch.worker import worker_names
 
 if TYPE_CHECKING:
@@ -144,10 +144,8 @@ def launcher_of(on: str | Launcher) -> Launcher:
     if isinstance(on, Launcher):
         return on
     if not isinstance(on, str):
-        raise ArgumentTypeError(
-            f"on is a {type(on).__name__}, {on!r}; pass a name like 'local', or a launcher like "
-            "torchweft.launch.Ssh('a,b:4')"
-        )
+        fix = "pass a name like 'local', or a launcher like torchweft.launch.Ssh('a,b:4')"
+        raise wrong_type("on", on, fix)
     try:
         name, *options = shlex.split(on) or [""]
     except ValueError as error:
@@ -283,9 +281,10 @@ def _checked_names(workers: int | None, names: Sequence[str] | None) -> list[str
     if workers is None and names is None:
         raise ConfigurationError("say how many workers to start, for instance cluster(workers=2)")
     if workers is not None:
-        check_type(workers, int, "workers", "how many there are: workers=2")
+        workers = checked_int("workers", workers)
     if names is not None:
-        check_type(names, (list, tuple), "names", "a list: names=['ps', 'trainer']")
+        if not isinstance(names, (list, tuple)):
+            raise wrong_type("names", names, "pass a list: names=['ps', 'trainer']")
         for each in names:
             check_type(each, str, "a name of names=", "a str")
     return worker_names(len(names or ()) if workers is None else workers, names)

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchweft.arguments import checked_int
 from torchweft.engine.io.addresses import is_loopback, is_unspecified
-from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.errors import ConfigurationError
 from torchweft.ids import check_worker_name
 from torchweft.scraping import VARIABLE, Address, check_free, check_package
 
@@ -159,12 +160,7 @@ def check_seed(seed: int | None) -> None:
     """Raises ConfigurationError if the seed is invalid."""
     if seed is None:
         return
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ArgumentTypeError(
-            f"seed is a {type(seed).__name__}, {seed!r}; it must be an int, or None for "
-            "different numbers in each run"
-        )
-    if seed < 0:
+    if checked_int("seed", seed) < 0:
         raise ConfigurationError(f"seed is {seed}; it must be 0 or more")
 
 
