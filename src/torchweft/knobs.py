@@ -324,9 +324,6 @@ DUMP_DIR = Knob("DUMP_DIR", "")
 of this user and group among the temporary files."""
 DUMP_AFTER_S = Knob("DUMP_AFTER_S", 0.0)
 """Time after which a wait for other workers makes all workers write what they do; 0 for never."""
-FOLD_LINES = Knob("FOLD_LINES", 1)
-"""1 to show a line once that many workers write to standard error, with their number, 0 to show all
-lines at once. For launchers."""
 TRACEBACKS = Knob("TRACEBACKS", "short")
 """``short`` for tracebacks without the frames of Weft itself, ``full`` for all frames."""
 

@@ -28,12 +28,11 @@ from tests.launchers.kubernetes_cluster import (
     waiting,
 )
 from torchweft.errors import ConfigurationError, LaunchError, NotSupported
-from torchweft.launch import Kubernetes, Order, RestartPolicy, kubernetes_run
+from torchweft.launch import Kubernetes, Order, RestartPolicy, kubernetes
 from torchweft.launch import cluster as weft_cluster
 from torchweft.launch.console import BinarySink, Console
 from torchweft.launch.job import program_job, script_job
-from torchweft.launch.kubernetes_manifest import job_set, train_job
-from torchweft.launch.kubernetes_pods import Pods
+from torchweft.launch.kubernetes_manifest import Pods, job_set
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,7 +41,7 @@ LIMIT_S = 20.0
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(kubernetes_run, "POLL_S", 0.05)
+    monkeypatch.setattr(kubernetes, "POLL_S", 0.05)
     with cluster(tmp_path) as made:
         monkeypatch.setenv("KUBECONFIG", made.kubeconfig())
         yield made
@@ -373,17 +372,15 @@ def test_the_client_knows_all_fields_of_jobs_and_pods() -> None:
         image="r/train:1",
         command=["python", "a.py"],
         name="demo",
-        workers=2,
+        names=["worker0", "ps"],
         tls="certs",
         cpus="2",
         gpus=1,
         memory="8Gi",
     )
-    runtime, _ = train_job(pods)
     written = ApiClient().sanitize_for_serialization
-    for spec in (job_set(pods)["spec"], runtime["spec"]["template"]["spec"]):
-        for job in spec["replicatedJobs"]:
-            # Fields that it does not know would be missing, and of another type refused.
-            assert written(V1JobTemplateSpec.from_dict(job["template"])) == job["template"]
-            wrong = {"spec": {"template": {"spec": {"containers": [], "restartpolicy": "Never"}}}}
-            assert written(V1JobTemplateSpec.from_dict(wrong)) != wrong
+    for job in job_set(pods)["spec"]["replicatedJobs"]:
+        # Fields that it does not know would be missing, and of another type refused.
+        assert written(V1JobTemplateSpec.from_dict(job["template"])) == job["template"]
+        wrong = {"spec": {"template": {"spec": {"containers": [], "restartpolicy": "Never"}}}}
+        assert written(V1JobTemplateSpec.from_dict(wrong)) != wrong

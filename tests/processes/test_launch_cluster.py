@@ -27,7 +27,7 @@ from tests.contract.processes.test_launch_cluster import (
 from torchweft import rpc
 from torchweft.engine.worker import deaths
 from torchweft.errors import LaunchError, ShutdownError, WorkerLost
-from torchweft.launch import Cluster, Nursery, cluster, leave_watch, local_cluster
+from torchweft.launch import Cluster, Nursery, cluster, clusters
 from torchweft.launch.job import program_job
 from torchweft.launch.supervisor import Supervisor
 from torchweft.rpc import node
@@ -37,7 +37,7 @@ def test_process_ids_are_known_even_if_they_are_told_after_a_worker_has_joined(
     nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_joined = threading.Event()
-    join, read_events = Cluster._join, Supervisor._read_events
+    join, read_events = Cluster._join, Supervisor._receive
 
     def joined(group: Cluster) -> None:
         join(group)
@@ -50,7 +50,7 @@ def test_process_ids_are_known_even_if_they_are_told_after_a_worker_has_joined(
         read_events(supervisor)
 
     monkeypatch.setattr(Cluster, "_join", joined)
-    monkeypatch.setattr(Supervisor, "_read_events", late)
+    monkeypatch.setattr(Supervisor, "_receive", late)
     with cluster(workers=1, nursery=nursery) as group:
         pid = group.pids["worker0"]
         assert rpc.rpc_sync("worker0", identify) == ("worker0", 1, pid)
@@ -60,7 +60,7 @@ def test_a_nursery_that_tells_no_process_id_is_an_error(
     nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_over = threading.Event()
-    read_events = Supervisor._read_events
+    read_events = Supervisor._receive
 
     def late(supervisor: Supervisor) -> None:
         is_over.wait(LIMIT_S)
@@ -71,9 +71,9 @@ def test_a_nursery_that_tells_no_process_id_is_an_error(
         abandon(group)
 
     abandon = Cluster.abandon
-    monkeypatch.setattr(Supervisor, "_read_events", late)
+    monkeypatch.setattr(Supervisor, "_receive", late)
     monkeypatch.setattr(Cluster, "abandon", abandoned)
-    monkeypatch.setattr(local_cluster, "PIDS_S", 0.1)
+    monkeypatch.setattr(clusters, "PIDS_S", 0.1)
     with pytest.raises(LaunchError, match=r"'worker0' has joined, .* process id within 0.1 s"):
         cluster(workers=1, nursery=nursery).start()
 
@@ -91,7 +91,7 @@ def end_never() -> None:
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leave_watch, "SAY_S", 0.3)
+    monkeypatch.setattr(clusters, "SAY_S", 0.3)
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -124,7 +124,7 @@ def test_a_worker_that_cannot_say_what_it_does_is_named_too(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leave_watch, "ANSWER_S", 0.5)
+    monkeypatch.setattr(clusters, "ANSWER_S", 0.5)
     begun = tmp_path / "begun"
     group = cluster(workers=2, leave_timeout=0.5, nursery=nursery).start()
     rpc.rpc_async("worker0", hold_the_interpreter, args=(str(begun),), timeout=0)
@@ -195,7 +195,7 @@ def test_a_worker_that_never_joins_fails_the_start(
     nursery: Nursery, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = program_job([sys.executable, "-c", "raise SystemExit('no licence')"])
-    monkeypatch.setattr(local_cluster, "serve_job", lambda *args, **options: broken)
+    monkeypatch.setattr(clusters, "serve_job", lambda *args, **options: broken)
     start_s = time.monotonic()
     group = cluster(workers=1, nursery=nursery)
     with pytest.raises(LaunchError, match=r"'worker0'.* ended with exit code 1"):

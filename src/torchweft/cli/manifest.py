@@ -19,15 +19,13 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Prints the objects of a run on Kubernetes: a JobSet, or a TrainJob of Kubeflow Trainer with its
-TrainingRuntime. The options are those of torchweft run --on kubernetes. Each worker is a pod that
-runs the script of the image. The Secret with the secret of the group is not printed; the head of
-the output shows the commands that make it."""
+Prints the JobSet of a run on Kubernetes. The options are those of torchweft run --on kubernetes.
+Each worker is a pod that runs the script of the image. The Secret with the secret of the group is
+not printed; the head of the output shows the commands that make it."""
 
 EXAMPLES = """\
-examples:
-  torchweft manifest --image registry.example/train:1 -n 8 --gpus 1 train.py | kubectl apply -f -
-  torchweft manifest --kind trainjob --image registry.example/train:1 -n 8 -m package.train"""
+example:
+  torchweft manifest --image registry.example/train:1 -n 8 --gpus 1 train.py | kubectl apply -f -"""
 
 
 def add_parser(subcommands: Subparsers, arguments: Sequence[str] = ()) -> None:
@@ -51,12 +49,8 @@ def add_parser(subcommands: Subparsers, arguments: Sequence[str] = ()) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     # Other commands must not import it.
-    from torchweft.launch.kubernetes import Kubernetes
-    from torchweft.launch.kubernetes_manifest import JOB_SET, KINDS
+    from torchweft.launch.kubernetes_manifest import add_options
 
-    parser.add_argument(
-        "--kind", choices=KINDS, default=JOB_SET, help=f"which objects (default: {JOB_SET})"
-    )
     add_workers(parser, port="29500")
     parser.add_argument(
         "--restarts",
@@ -65,28 +59,28 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how often the group is started again when a worker fails (default: not at all)",
     )
-    Kubernetes.add_manifest_options(parser)
+    add_options(parser)
     add_metrics(parser)
     add_program(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the objects, and returns the exit status."""
-    from torchweft.launch.kubernetes import Kubernetes
-    from torchweft.launch.kubernetes_manifest import as_yaml, documents
+    """Prints the JobSet, and returns the exit status."""
+    from torchweft.launch.kubernetes_manifest import Pods, as_yaml, fields_in, job_set
 
-    launcher = Kubernetes.from_manifest_options(options)
-    names = names_of(options, options.workers)
-    job = job_of(options, is_here=False)
-    metrics = metrics_of(options)
-    pods = launcher.pods(names, job, options.restarts, options.master_port, metrics)
-    text = as_yaml(documents(options.kind, pods))
+    pods = Pods(**fields_in(options)).with_program(
+        names_of(options, options.workers),
+        job_of(options, is_here=False),
+        restarts=options.restarts,
+        master_port=options.master_port,
+        metrics=metrics_of(options),
+    )
     within = f" --namespace {pods.namespace}" if pods.namespace else ""
     print(
         f"# The secret of the group, in case there is none yet:\n"
         f"#   torchweft secret new FILE\n"
         f"#   kubectl create secret generic {pods.secret_name}{within} --from-file=secret=FILE\n"
-        f"{text}",
+        f"{as_yaml(job_set(pods))}",
         end="",
     )
     return 0

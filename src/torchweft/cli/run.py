@@ -13,8 +13,9 @@ from torchweft import knobs
 from torchweft.errors import ConfigurationError, LaunchError
 from torchweft.launch.console import command_console
 from torchweft.launch.job import Job, module_job, program_job, script_job
-from torchweft.launch.launchers import OWN, Order, load
+from torchweft.launch.launchers import OWN, load
 from torchweft.launch.restarts import GROUP, SCOPES, RestartPolicy
+from torchweft.launch.run import Order
 from torchweft.launch.worker import worker_names
 from torchweft.scraping import Address, address_in
 

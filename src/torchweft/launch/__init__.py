@@ -9,15 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchweft.deferred import import_name
-from torchweft.launch.launchers import Launcher, Order
-from torchweft.launch.local_cluster import Cluster
-from torchweft.launch.making import cluster
+from torchweft.launch.clusters import Cluster
+from torchweft.launch.launchers import Launcher, cluster
 from torchweft.launch.nursery import Nursery
 from torchweft.launch.restarts import RestartPolicy
-from torchweft.launch.run import run_workers
+from torchweft.launch.run import Order
 
 if TYPE_CHECKING:
-    from torchweft.launch.host_connection import Host
+    from torchweft.launch.hosts import Host
     from torchweft.launch.hosts_launcher import HostsLauncher
     from torchweft.launch.kubernetes import Kubernetes
     from torchweft.launch.ray import Ray
@@ -37,11 +36,10 @@ __all__ = [
     "Slurm",
     "Ssh",
     "cluster",
-    "run_workers",
 ]
 
 _BY_NEED = {
-    "Host": "host_connection",
+    "Host": "hosts",
     "HostsLauncher": "hosts_launcher",
     "Kubernetes": "kubernetes",
     "Ray": "ray",

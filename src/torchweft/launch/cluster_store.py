@@ -1,16 +1,25 @@
-"""The store in which the workers of a cluster meet: a file in a private directory, on one host."""
+"""The stores in which the workers of a cluster meet, and how a worker finds that of its cluster.
+
+On one host, the store is a file in a private directory; on several, a TCP store in the caller.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 # PyTorch's own types leave these out, as a build may lack them.
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from torchweft.engine.io.addresses import own_address_towards
 from torchweft.errors import LaunchError
+from torchweft.secret import Secret
+
+if TYPE_CHECKING:
+    from torchweft.rpc import RpcBackendOptions
 
 WATCH_S = 0.05
 """Seconds between checks whether a wait still makes sense."""
@@ -78,3 +87,34 @@ class ClusterStore(Store):
         if not self._store.check(keys):
             time.sleep(step_s)
             raise RuntimeError(f"{', '.join(keys)} not set within {step_s:.3f} s")
+
+
+def file_store(
+    init_method: str, world_size: int, failure: Callable[[], LaunchError | None] = lambda: None
+) -> ClusterStore:
+    """Returns the store of a closed group in the file that an init method names."""
+    return ClusterStore(FileStore(init_method.removeprefix("file://"), world_size), failure)
+
+
+def meet(options: RpcBackendOptions, rendezvous: str, world_size: int | None) -> None:
+    """Sets where a worker meets its group; on another host, its secret and address as well.
+
+    Args:
+        options: The worker's options, which are changed.
+        rendezvous: A file, or the TCP store in the caller, as an init method.
+        world_size: Workers in the group; None for an open group.
+    """
+    place = urlsplit(rendezvous)
+    if place.scheme == "file":
+        if world_size is None:
+            options.init_method = rendezvous
+        else:
+            options.store = file_store(rendezvous, world_size)
+        return
+    assert place.hostname is not None
+    assert place.port is not None
+    limit = timedelta(seconds=options.init_timeout)
+    options.secret = Secret.from_environment()
+    options.listen = own_address_towards(place.hostname)
+    store = TCPStore(place.hostname, place.port, is_master=False, timeout=limit)
+    options.store = store if world_size is None else ClusterStore(store)

@@ -12,19 +12,15 @@ them.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
-from torchweft import knobs, standard_streams
-from torchweft.engine.threads.interrupts import current_frames
+from torchweft import standard_streams
 from torchweft.errors import LaunchError
-from torchweft.launch.folding import MANY, Folding, Held
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 """Terminal colours that workers take in turn; red is left to errors."""
@@ -92,27 +88,9 @@ class InterpreterSink:
             stream.flush()
 
     def is_terminal(self) -> bool:
-        """Whether a person sees the text as it is written."""
+        """Whether a person sees the text as it is written, and types nothing meanwhile."""
         with contextlib.suppress(Exception):
-            return bool(getattr(sys, self._name).isatty())
-        return False
-
-
-class PromptSink:
-    """Writes below an interactive prompt, and then shows the prompt again."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def write(self, data: bytes) -> None:
-        """Writes all of ``data`` and flushes it."""
-        if _is_at_prompt():
-            data = CLEAR_LINE + data.rstrip(b"\n") + b"\n" + _prompt()
-        self._sink.write(data)
-
-    def is_terminal(self) -> bool:
-        """Whether a person sees the text as it is written."""
-        # Unfinished lines would fight with the prompt for the cursor: show whole lines only.
+            return not hasattr(sys, "ps1") and bool(getattr(sys, self._name).isatty())
         return False
 
 
@@ -130,22 +108,18 @@ class Label:
     index: int
     width: int
 
-    def render(self, *, in_colour: bool, others: int = 0) -> bytes:
-        """Returns the bytes before a line, which so many other workers have written too."""
-        name = f"{self.name} and {others} others" if others else self.name
-        padding = " " * max(self.width - len(name) + 1, 1)
+    def render(self, *, in_colour: bool) -> bytes:
+        """Returns the bytes before a line."""
+        padding = " " * (self.width - len(self.name) + 1)
         if not in_colour:
-            return f"[{name}]{padding}".encode()
+            return f"[{self.name}]{padding}".encode()
         colour = COLOURS[self.index % len(COLOURS)]
         # The reset comes first as well: a worker may have left its own colour switched on.
-        return f"\x1b[0m\x1b[{colour}m[{name}]\x1b[0m{padding}".encode()
+        return f"\x1b[0m\x1b[{colour}m[{self.name}]\x1b[0m{padding}".encode()
 
 
 class Console:
     """Writes the workers' lines to two sinks; thread-safe.
-
-    Equal lines that many workers write to standard error are shown once, after a moment: call
-    ``show_held`` at the time that ``due_s`` tells, and at the end.
 
     Args:
         out: Where standard output goes.
@@ -158,17 +132,11 @@ class Console:
         self._err = err
         self._wants_colour = not environment.get("NO_COLOR")
         self._unfinished: tuple[Label, bool] | None = None
-        self._folding: Folding[Label] | None = Folding() if knobs.FOLD_LINES.get() else None
         self._lock = threading.Lock()
 
     def write_lines(self, label: Label, lines: list[bytes], *, is_error: bool) -> None:
         """Writes whole lines of one worker at once."""
         if not lines:
-            return
-        if is_error and self._folding is not None:
-            with self._lock:
-                for line in lines:
-                    self._folding.add(label, line, time.monotonic())
             return
         sink = self._err if is_error else self._out
         prefix = label.render(in_colour=self._wants_colour and sink.is_terminal())
@@ -176,38 +144,12 @@ class Console:
             start = self._leave_unfinished(label, is_error)
             sink.write(start + b"".join(prefix + line + b"\n" for line in lines))
 
-    def due_s(self) -> float | None:
-        """Returns the time, by the monotonic clock, of the next ``show_held``; None for no need."""
-        return None if self._folding is None else self._folding.due_s()
-
-    def show_held(self, now_s: float = math.inf) -> None:
-        """Writes the lines that were held up to a time; by default all."""
-        with self._lock:
-            self._show_held(now_s)
-
-    def _show_held(self, now_s: float = math.inf) -> None:
-        if self._folding is None:
-            return
-        found = list(self._folding.take(now_s))
-        if found:
-            start = self._leave_unfinished(found[0].labels[0], is_error=True)
-            self._err.write(start + b"".join(map(self._rendered, found)))
-
-    def _rendered(self, held: Held[Label]) -> bytes:
-        in_colour = self._wants_colour and self._err.is_terminal()
-        first, *others = held.labels
-        if len(held.labels) >= MANY:
-            return first.render(in_colour=in_colour, others=len(others)) + held.line + b"\n"
-        marks = (label.render(in_colour=in_colour) for label in held.labels)
-        return b"".join(mark + held.line + b"\n" for mark in marks)
-
     def show_partial(self, label: Label, partial: bytes, *, is_error: bool) -> None:
         """Shows an unfinished line if the sink is a terminal."""
         sink = self._err if is_error else self._out
         if not partial or not sink.is_terminal():
             return
         with self._lock:
-            self._show_held()
             start = self._leave_unfinished(label, is_error)
             sink.write(start + label.render(in_colour=self._wants_colour) + partial)
             self._unfinished = (label, is_error)
@@ -215,7 +157,6 @@ class Console:
     def announce(self, text: str) -> None:
         """Writes a message of the launcher itself to standard error."""
         with self._lock:
-            self._show_held()
             start = b"\n" if self._unfinished is not None else b""
             self._unfinished = None
             self._err.write(start + text.encode(errors="replace") + b"\n")
@@ -240,22 +181,7 @@ def binary_sink(name: str) -> Sink:
 
 def session_console() -> Console:
     """Returns a console for a script, a notebook or the interactive prompt."""
-    out: Sink = InterpreterSink("stdout")
-    err: Sink = InterpreterSink("stderr")
-    if hasattr(sys, "ps1"):
-        out, err = PromptSink(out), PromptSink(err)
-    return Console(out, err)
-
-
-def _is_at_prompt() -> bool:
-    # While the interpreter waits for a line to be typed, its main thread runs no Python code.
-    return threading.main_thread().ident not in current_frames()
-
-
-def _prompt() -> bytes:
-    import readline  # already loaded if line editing is on; harmless otherwise
-
-    return (str(sys.ps1) + readline.get_line_buffer()).encode()
+    return Console(InterpreterSink("stdout"), InterpreterSink("stderr"))
 
 
 # The lines of one stream

@@ -1,8 +1,8 @@
-"""Carries messages and file descriptors between a launcher and its nursery.
+"""Messages between a launcher, its nursery, and the agents of other hosts.
 
-A message is a JSON object, preceded by its length. Descriptors travel beside the bytes of their
-message. Both arrive in the order sent, so the receiver takes the next descriptors when it handles
-that message.
+A message is a JSON object, preceded by its length. Over a socket, descriptors travel beside the
+bytes of their message. Both arrive in the order sent, so the receiver takes the next descriptors
+when it handles that message.
 """
 
 from __future__ import annotations
@@ -17,14 +17,50 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from torchweft.errors import ProtocolError
+
 Message = dict[str, Any]
 
 Ladder = Sequence[tuple[int, float]]
 """Signals to send one after the other, each with the seconds to wait before the next."""
 
+READ_BYTES = 1 << 16
 _LENGTH = struct.Struct("!I")
-_READ_BYTES = 1 << 16
+_MOST_BYTES = 1 << 28
+"""Text in place of a length would be more: each byte of it is a space or above."""
 _DESCRIPTORS_AT_ONCE = 64
+
+
+def pack(message: Message) -> bytes:
+    """Returns a message as bytes."""
+    body = json.dumps(message).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+class Unpacker:
+    """Puts pieces of a stream of messages together."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Takes the next piece and returns the messages that are now complete.
+
+        Raises:
+            ProtocolError: The stream has no messages.
+        """
+        self._received += data
+        messages: list[Message] = []
+        while len(self._received) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received)
+            if length > _MOST_BYTES:
+                raise ProtocolError("the other end of a launcher's connection sends no messages")
+            end = _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            messages.append(json.loads(self._received[_LENGTH.size : end]))
+            del self._received[:end]
+        return messages
 
 
 class ControlSocket:
@@ -32,7 +68,7 @@ class ControlSocket:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._received = bytearray()
+        self._unpacker = Unpacker()
         self._descriptors: deque[int] = deque()
         self._sending = threading.Lock()
 
@@ -46,8 +82,7 @@ class ControlSocket:
         Raises:
             ConnectionError: The other process is gone.
         """
-        body = json.dumps(message).encode()
-        data = _LENGTH.pack(len(body)) + body
+        data = pack(message)
         with self._sending:
             sent = 0
             if descriptors:
@@ -62,15 +97,14 @@ class ControlSocket:
         """
         try:
             data, descriptors, _, _ = socket.recv_fds(
-                self._connection, _READ_BYTES, _DESCRIPTORS_AT_ONCE
+                self._connection, READ_BYTES, _DESCRIPTORS_AT_ONCE
             )
         except ConnectionResetError:
             data, descriptors = b"", []
         self._descriptors.extend(descriptors)
         if not data:
             raise EOFError("the other end of the control connection is closed")
-        self._received += data
-        return self._complete_messages()
+        return self._unpacker.feed(data)
 
     def take_descriptors(self, count: int) -> list[int]:
         """Returns the descriptors of the current message; the caller owns and closes them."""
@@ -86,14 +120,3 @@ class ControlSocket:
         self._connection.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
-
-    def _complete_messages(self) -> list[Message]:
-        messages = []
-        while len(self._received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received)
-            end = _LENGTH.size + length
-            if len(self._received) < end:
-                break
-            messages.append(json.loads(self._received[_LENGTH.size : end]))
-            del self._received[:end]
-        return messages

@@ -2,8 +2,9 @@
 
 ``python -m torchweft.launch.host_agent`` runs on each host, started by ``ssh`` or ``srun``. It
 reads requests from standard input and writes events and the workers' output to standard output;
-nothing is installed, and nothing listens. The first request brings the secret of the group. The
-agent puts it into a private folder that is removed at the end; no argument list or log has it.
+nothing is installed, and nothing listens. Shells and remote set-ups may print text before the agent
+begins, so it first writes a mark. The first request brings the secret of the group. The agent puts
+it into a private folder that is removed at the end; no argument list or log has it.
 
 The workers are children of a nursery, as on the launcher's own host. They end when the agent ends,
 however it ends, and the agent ends when its input does, or is silent for too long: a host whose
@@ -25,11 +26,16 @@ from collections import deque
 from collections.abc import Callable
 
 from torchweft.errors import LaunchError
-from torchweft.launch.control import Message
-from torchweft.launch.framing import ALIVE_S, MARK, READ_BYTES, SILENCE_S, Unpacker, pack, write_all
+from torchweft.launch.control import READ_BYTES, Message, Unpacker, pack
 from torchweft.launch.nursery import Nursery
 from torchweft.launch.signals import watched_signals
 from torchweft.launch.worker import WorkerSpec, compute_environment
+
+MARK = b"torchweft host agent 1\n"
+ALIVE_S = 5.0
+"""Seconds between the messages by which launcher and agent show that they are there."""
+SILENCE_S = 30.0
+"""Seconds without a message after which the other side is gone, although nothing said so."""
 
 _SECRET_NAME = "secret"
 _NOTICE_NAME = "notice"
@@ -52,7 +58,6 @@ class _Agent:
         self._notes = ""
         self._directory = ""
         self._port: socket.socket | None = None
-        self._streams: dict[int, tuple[str, str]] = {}
         self._is_over = False
         self._heard_s = self._shown_s = time.monotonic()
         self._requests: dict[str, Callable[[Message], None]] = {
@@ -114,7 +119,7 @@ class _Agent:
             pass
 
     def _tell(self, message: Message) -> None:
-        """Writes a frame; a launcher that does not read must at least show that it is alive."""
+        """Writes a message; a launcher that does not read must at least show that it is alive."""
         left = memoryview(pack(message))
         while left:
             if self._is_over or self._is_forsaken():
@@ -173,11 +178,9 @@ class _Agent:
         self._tell({"event": "port", "number": self._port.getsockname()[1]})
 
     def _start(self, request: Message) -> None:
-        key = request["key"]
         with contextlib.suppress(FileNotFoundError):  # of a former life of the group
             os.unlink(os.path.join(self._notes, ENDING))
-        out_read, out_write = os.pipe()
-        err_read, err_write = os.pipe()
+        assert self._nursery is not None
         worker = WorkerSpec(
             request["name"],
             request["rank"],
@@ -186,14 +189,7 @@ class _Agent:
             self._notes,
             self._directory,
         )
-        assert self._nursery is not None
-        try:
-            self._follow(key, "out", out_read)
-            self._follow(key, "err", err_read)
-            self._nursery.start(key, worker, out_write, err_write)
-        finally:
-            os.close(out_write)
-            os.close(err_write)
+        self._nursery.start(request["key"], worker)
 
     def _stop(self, request: Message) -> None:
         if self._nursery is not None:
@@ -205,30 +201,6 @@ class _Agent:
         if self._nursery is not None:
             self._nursery.signal(request["keys"], request["number"])
 
-    # Workers
-
-    def _follow(self, key: str, stream: str, descriptor: int) -> None:
-        os.set_blocking(descriptor, False)
-        self._streams[descriptor] = (key, stream)
-        self._watch(descriptor, lambda: self._forward_output(descriptor))
-
-    def _forward_output(self, descriptor: int) -> bool:
-        """Forwards output once; returns whether there may be more now."""
-        if descriptor not in self._streams:
-            return False  # it ended in the same round
-        try:
-            data = os.read(descriptor, READ_BYTES)
-        except BlockingIOError:
-            return False
-        key, stream = self._streams[descriptor]
-        if not data:
-            del self._streams[descriptor]
-            self._selector.unregister(descriptor)
-            os.close(descriptor)
-        text = base64.b64encode(data).decode()
-        self._tell({"event": "output", "key": key, "stream": stream, "data": text})
-        return bool(data)
-
     def _forward_events(self) -> None:
         assert self._nursery is not None
         try:
@@ -237,16 +209,17 @@ class _Agent:
             self._refuse(str(error))
             return
         for event in events:
-            if event["event"] == "ended":
-                self._drain(event["key"])
-            if event["event"] != "ready":
+            if event["event"] == "output":
+                self._tell({**event, "data": base64.b64encode(event["data"]).decode()})
+            elif event["event"] != "ready":
                 self._tell(event)
 
-    def _drain(self, key: str) -> None:
-        """Forwards the output of a worker that has ended, before the news of its end."""
-        for descriptor in [each for each, (owner, _) in self._streams.items() if owner == key]:
-            while self._forward_output(descriptor):
-                pass
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Writes all of ``data``; blocks until it is written."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 def main() -> None:

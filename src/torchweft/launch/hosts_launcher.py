@@ -18,19 +18,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, HostError
-from torchweft.launch.host_connection import Host
-from torchweft.launch.hosts import HostNurseries
+from torchweft.launch.clusters import Cluster
+from torchweft.launch.hosts import Host, HostNurseries
 from torchweft.launch.job import Job
-from torchweft.launch.launchers import Launcher, Order
-from torchweft.launch.local_cluster import Cluster
+from torchweft.launch.launchers import Launcher
 from torchweft.launch.nursery import WARM_MODULES, WorkerSource
-from torchweft.launch.restarting_cluster import RestartingCluster
 from torchweft.launch.restarts import GROUP
-from torchweft.launch.run import Run
-from torchweft.launch.scrapes import Scrapes
+from torchweft.launch.run import Order, Run, port_environment
 from torchweft.launch.terms import Terms
-from torchweft.launch.worker import check_seed
-from torchweft.scraping import check_package
+from torchweft.launch.worker import Scrapes
+from torchweft.scraping import Address, check_package
 
 if TYPE_CHECKING:
     from torchweft.rpc import RpcBackendOptions
@@ -74,49 +71,42 @@ class HostsLauncher(Launcher):
             HostError: A host cannot be reached or cannot start workers; nothing runs any more.
             ConfigurationError: An option does not work over hosts.
         """
-        order.restarts.check()
-        knobs.check_environment()
-        check_seed(order.seed)
+        order.check()
         if order.restarts.scope != GROUP:
             raise ConfigurationError(
                 "--restart worker is for workers of one machine, as their meeting place is a "
                 "file of the launcher; over hosts use --restart group"
             )
-        preload = WARM_MODULES if order.is_warm else ()
         try:
-            return self._run_on(self.hosts(len(order.names)), order, preload)
+            return self._run_on(self.hosts(len(order.names)), order)
         finally:
             self.release()
 
-    def _run_on(self, hosts: Sequence[Host], order: Order, preload: Sequence[str]) -> int:
+    def _run_on(self, hosts: Sequence[Host], order: Order) -> int:
         placed = place(order.names, hosts)
         local = local_places(placed)
-        scrapes = None
-        if order.metrics is not None:
-            local_ranks = {name: local_rank for name, (local_rank, _) in local.items()}
-            scrapes = Scrapes(order.metrics, local_ranks, by_rank=self.shares_machines)
+        scrapes = self.scrapes(order.metrics, local)
         with (
             tempfile.TemporaryDirectory(prefix="weft-run-") as notes,
-            closing(self.open(hosts, placed, preload, forwarded(os.environ))) as nurseries,
+            closing(self.open(hosts, placed, order.preload, forwarded(os.environ))) as nurseries,
         ):
             nurseries.replaces_lost = self.replaces_hosts and order.restarts.limit > 0
-            run = Run(
-                nurseries,
-                order.console,
-                order.names,
-                _with_interpreter(order.job, self.python),
-                {},
-                _HostMeeting(nurseries, hosts[0], len(order.names), order.master_port),
-                order.restarts,
-                order.seed,
-                notes,
-                local,
-                scrapes,
-            )
+            meeting = _HostMeeting(nurseries, hosts[0], len(order.names), order.master_port)
+            order = replace(order, job=_with_interpreter(order.job, self.python))
+            run = Run(order, nurseries, {}, meeting, notes, local, scrapes)
             if scrapes is not None:
                 at = {name: (host.name, host.address) for name, host in placed.items()}
                 order.console.announce(f"torchweft run: {scrapes.text(at)}")
             return self.follow(run, nurseries, order)
+
+    def scrapes(
+        self, address: Address | None, local: Mapping[str, tuple[int, int]], shift: int = 0
+    ) -> Scrapes | None:
+        """Returns where workers with these places on their hosts serve their metrics."""
+        if address is None:
+            return None
+        local_ranks = {name: local_rank for name, (local_rank, _) in local.items()}
+        return Scrapes(address, local_ranks, shift, by_rank=self.shares_machines)
 
     def open(
         self,
@@ -140,7 +130,7 @@ class HostsLauncher(Launcher):
         """Returns a cluster of workers on the hosts, around this process."""
         if terms.nursery is not None:
             raise ConfigurationError("nursery= is a process of this host; leave it out")
-        return (_RestartingHostsCluster if terms.restarts else _HostsCluster)(terms, self)
+        return _HostsCluster(terms, self)
 
 
 def _with_interpreter(job: Job, python: str) -> Job:
@@ -188,12 +178,8 @@ class _HostMeeting:
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Returns ``base`` with the variables that ``env://`` reads."""
-        return {
-            **base,
-            "WORLD_SIZE": str(self._world_size),
-            "MASTER_ADDR": self._nurseries.address_of(self._host),
-            "MASTER_PORT": str(self._port),
-        }
+        address = self._nurseries.address_of(self._host)
+        return {**base, **port_environment(self._world_size, address, self._port)}
 
     def renew(self) -> None:
         """Takes another port unless one was given: remnants of a group may still hold the port."""
@@ -228,9 +214,8 @@ class _HostsCluster(Cluster):
         placed = place(self.names, hosts)
         self._local = local_places(placed)
         if self._scrapes is not None:
-            local_ranks = {name: local_rank for name, (local_rank, _) in self._local.items()}
-            by_rank = self._launcher.shares_machines
-            self._scrapes = replace(self._scrapes, local_ranks=local_ranks, by_rank=by_rank)
+            former = self._scrapes
+            self._scrapes = self._launcher.scrapes(former.address, self._local, former.shift)
         self._address = knobs.LISTEN.get() or own_address_towards(hosts[0].address)
         if not self._address:
             raise HostError(
@@ -256,38 +241,15 @@ class _HostsCluster(Cluster):
         host = f"[{self._address}]" if ":" in self._address else self._address
         return f"tcp://{host}:{self._tcp_store.port}"
 
-    def _joining_options(self) -> RpcBackendOptions:
-        """Returns the options with which the caller joins, without a store."""
+    def _meet(self, options: RpcBackendOptions) -> None:
+        from torchweft.launch.cluster_store import ClusterStore
         from torchweft.secret import Secret
 
-        options = self._plain_options()
         options.secret, options.listen = Secret.from_text(self._secret), self._address
-        return options
-
-    def _join(self) -> None:
-        from torchweft import rpc
-        from torchweft.launch.cluster_store import ClusterStore
-
-        options = self._joining_options()
-        options.store = self._store = ClusterStore(self._tcp_store, self._failure)
-        rpc.init_rpc(self.name, rank=0, world_size=len(self.names) + 1, rpc_backend_options=options)
+        store = self._tcp_store
+        options.store = self._store = store if self._is_open else ClusterStore(store, self._failure)
 
     def _clean_up(self) -> None:
         super()._clean_up()
         self._tcp_store = None
         self._launcher.release()
-
-
-class _RestartingHostsCluster(_HostsCluster, RestartingCluster):
-    """A cluster on other hosts that restarts workers; hosts too, if the launcher replaces them."""
-
-    def _init_method(self) -> str:
-        return self._rendezvous()
-
-    def _joining_options(self) -> RpcBackendOptions:
-        options = super()._joining_options()
-        options.store = self._tcp_store
-        return options
-
-    def _join(self) -> None:
-        RestartingCluster._join(self)

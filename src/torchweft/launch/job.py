@@ -24,10 +24,8 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING, Any, NoReturn
-from urllib.parse import urlsplit
 
 from torchweft import standard_streams
 from torchweft.errors import ConfigurationError, RendezvousTimeout, ShutdownError
@@ -58,10 +56,14 @@ def module_job(module: str, arguments: Sequence[str]) -> Job:
 def serve_job(
     name: str,
     rank: int,
-    world_size: int,
+    world_size: int | None,
     *,
     options: RpcBackendOptions,
     rendezvous: str,
+    seed: int | None,
+    setup: bytes | None,
+    device: str,
+    report: str,
 ) -> Job:
     """Joins a group and serves calls until the group shuts down.
 
@@ -70,10 +72,15 @@ def serve_job(
     Args:
         name: The worker's name.
         rank: Its rank.
-        world_size: Workers in the group.
+        world_size: Workers in the group; None for an open group, in which it serves until it is
+            asked to end, by ``SIGTERM``.
         options: Options of the worker, without init method and store.
-        rendezvous: Path of the file at which the group meets; or ``tcp://host:port`` of the store
-            in the caller, for a worker of another host.
+        rendezvous: Where the group meets: ``file://PATH``; or ``tcp://HOST:PORT`` of the store in
+            the caller, for a worker of another host.
+        seed: The worker's seed; None for a different seed in each life.
+        setup: A function that the worker runs first, serialized by ``cloudpickle``.
+        device: Its CUDA device; or another device, which is left to the program; or empty.
+        report: The file that it writes if the preparation fails, for ``setup_error``.
     """
     return {
         "kind": "serve",
@@ -83,27 +90,11 @@ def serve_job(
         "options": base64.b64encode(pickle.dumps(options)).decode(),
         "rendezvous": rendezvous,
         "path": list(sys.path),
-    }
-
-
-def serve_open_job(name: str, rank: int, *, options: RpcBackendOptions, init_method: str) -> Job:
-    """Joins an open group and serves calls until it is asked to end, by ``SIGTERM``.
-
-    The worker can import what this process can: it gets its ``sys.path``.
-
-    Args:
-        name: The worker's name.
-        rank: Its rank.
-        options: Options of the worker, without init method and store.
-        init_method: How it finds the other workers.
-    """
-    return {
-        "kind": "serve open",
-        "name": name,
-        "rank": rank,
-        "options": base64.b64encode(pickle.dumps(options)).decode(),
-        "init_method": init_method,
-        "path": list(sys.path),
+        "seed": seed,
+        "setup": None if setup is None else base64.b64encode(setup).decode(),
+        "device": device,
+        "report": report,
+        "logs": logging_here(),
     }
 
 
@@ -124,22 +115,6 @@ def check_options(options: RpcBackendOptions) -> None:
                 f"{name} has {describe(each)}, which is defined in the main program; workers of a "
                 "cluster do not run that program: define it in a module, and import it from there"
             )
-
-
-def furnished(job: Job, seed: int | None, setup: bytes | None, device: str, report: str) -> Job:
-    """Adds seed, setup, device and this process's logging configuration to a serving job.
-
-    Args:
-        job: The job.
-        seed: The worker's seed; None for a different seed in each life.
-        setup: A function that the worker runs first, serialized by ``cloudpickle``.
-        device: Its CUDA device; or another device, which is left to the program; or empty.
-        report: The file that it writes if the preparation fails, for ``setup_error``.
-    """
-    shipped = None if setup is None else base64.b64encode(setup).decode()
-    logs = logging_here()
-    given = {"seed": seed, "setup": shipped, "device": device, "report": report, "logs": logs}
-    return {**job, **given}
 
 
 def setup_error(report: str) -> BaseException | None:
@@ -194,11 +169,19 @@ def _run_module(job: dict[str, Any], own_path: Sequence[str]) -> None:
 
 
 def _serve(job: dict[str, Any], own_path: Sequence[str]) -> None:
+    is_open = job["world_size"] is None
+    end = AwaitedSignal(signal.SIGTERM) if is_open else None
     options = _prepare_to_serve(job)
     from torchweft import rpc
-    from torchweft.rpc.joining import leave
+    from torchweft.launch.cluster_store import meet
+    from torchweft.rpc.joining import join_group, leave
 
-    _meet(options, job)
+    meet(options, job["rendezvous"], job["world_size"])
+    if end is not None:
+        join_group(job["name"], job["rank"], None, options)
+        end.wait()
+        rpc.shutdown()
+        _end_at_once()
     try:
         rpc.init_rpc(
             job["name"],
@@ -212,50 +195,6 @@ def _serve(job: dict[str, Any], own_path: Sequence[str]) -> None:
     # The caller leads the shutdown, and reports lost workers.
     with contextlib.suppress(ShutdownError):
         leave(0.0, contextlib.nullcontext)
-    _end_at_once()
-
-
-def _meet(options: RpcBackendOptions, job: dict[str, Any]) -> None:
-    """Sets the store, and in a worker of another host the secret and the address, of a worker."""
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
-
-    from torchweft.launch.cluster_store import ClusterStore
-
-    if urlsplit(job["rendezvous"]).scheme == "tcp":
-        options.store = ClusterStore(_store_of_caller(options, job["rendezvous"]))
-    else:
-        options.store = ClusterStore(FileStore(job["rendezvous"], job["world_size"]))
-
-
-def _store_of_caller(options: RpcBackendOptions, method: str) -> Any:
-    """Connects with the store in the caller of another host; sets the secret and the address."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    from torchweft.engine.io.addresses import own_address_towards
-    from torchweft.secret import Secret
-
-    place = urlsplit(method)
-    assert place.hostname is not None
-    assert place.port is not None
-    limit = timedelta(seconds=options.init_timeout)
-    options.secret = Secret.from_environment()
-    options.listen = own_address_towards(place.hostname)
-    return TCPStore(place.hostname, place.port, is_master=False, timeout=limit)
-
-
-def _serve_open(job: dict[str, Any], own_path: Sequence[str]) -> None:
-    end = AwaitedSignal(signal.SIGTERM)
-    options = _prepare_to_serve(job)
-    from torchweft import rpc
-    from torchweft.rpc.joining import join_group
-
-    if urlsplit(job["init_method"]).scheme == "tcp":
-        options.store = _store_of_caller(options, job["init_method"])
-    else:
-        options.init_method = job["init_method"]
-    join_group(job["name"], job["rank"], None, options)
-    end.wait()
-    rpc.shutdown()
     _end_at_once()
 
 
@@ -346,7 +285,6 @@ _JOBS: dict[str, Callable[[dict[str, Any], Sequence[str]], None]] = {
     "script": _run_script,
     "module": _run_module,
     "serve": _serve,
-    "serve open": _serve_open,
 }
 
 

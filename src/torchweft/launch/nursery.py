@@ -1,20 +1,36 @@
-"""The launcher's side of the nursery: starts it, requests workers, receives how they end."""
+"""The launcher's side of the nursery: starts it, requests workers, receives what becomes of them.
+
+A source of workers, the nursery of this host or those of other hosts, tells events in order:
+
+===========  ===========================================================================
+event        fields, beside the ``key`` that the worker was started with
+===========  ===========================================================================
+``started``  ``pid``
+``failed``   ``reason``: the worker cannot be started
+``output``   ``stream``: ``out`` or ``err``; ``data``: bytes, empty at the end of the stream
+``ended``    ``exit_code``; ``is_far`` and ``loss`` for a worker of another host
+===========  ===========================================================================
+
+The output that a worker has written comes before the news of its end. Processes that it leaves
+behind may write more afterwards.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import selectors
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchweft import standard_streams
 from torchweft.closing import Closing
 from torchweft.errors import LaunchError
-from torchweft.launch.control import ControlSocket, Ladder, Message
+from torchweft.launch.control import READ_BYTES, ControlSocket, Ladder, Message
 from torchweft.launch.report import describe_exit
 from torchweft.launch.worker import WorkerSpec, compute_environment
 
@@ -37,7 +53,7 @@ main(own_path)
 
 
 class WorkerSource(Protocol):
-    """Starts workers and reports their ends: a nursery of this host, or those of other hosts."""
+    """Starts workers and reports their output and ends: one nursery, or those of other hosts."""
 
     def fileno(self) -> int:
         """Returns the descriptor that is readable when there are events."""
@@ -45,8 +61,8 @@ class WorkerSource(Protocol):
     def is_ready(self) -> bool:
         """Whether workers can be started; does not wait. Raises LaunchError if never again."""
 
-    def start(self, key: str, worker: WorkerSpec, stdout: int, stderr: int) -> None:
-        """Asks for a worker that writes to the two descriptors; does not wait for it."""
+    def start(self, key: str, worker: WorkerSpec) -> None:
+        """Asks for a worker; does not wait for it."""
 
     def stop(self, key: str | None, ladder: Ladder) -> None:
         """Has one worker, or all workers, signalled until they end; does not wait for that."""
@@ -60,11 +76,22 @@ class WorkerSource(Protocol):
     def receive(self) -> list[Message]:
         """Returns the next events; raises LaunchError if the workers are lost."""
 
+    def drop_output(self) -> None:
+        """Reads no more output of the workers that were started so far."""
+
     def end(self) -> None:
         """Ends all workers, and waits; the last events can still be read."""
 
     def close(self) -> None:
         """Ends all workers and closes the connections; idempotent."""
+
+
+class _Pipe(NamedTuple):
+    """The reading end of an output stream of a worker."""
+
+    descriptor: int
+    key: str
+    stream: str
 
 
 class Nursery(Closing):
@@ -103,6 +130,9 @@ class Nursery(Closing):
                 start_new_session=True,
             )
         self._control = ControlSocket(ours)
+        self._is_lost = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._control, selectors.EVENT_READ)
 
     @property
     def pid(self) -> int:
@@ -111,14 +141,14 @@ class Nursery(Closing):
 
     def fileno(self) -> int:
         """Returns the descriptor that is readable when there are events."""
-        return self._control.fileno()
+        return self._selector.fileno()
 
     def is_ready(self) -> bool:
         """Whether workers can be started: always, if the nursery lives."""
         return True
 
-    def start(self, key: str, worker: WorkerSpec, stdout: int, stderr: int) -> None:
-        """Asks for a worker that writes to the two descriptors; does not wait for it."""
+    def start(self, key: str, worker: WorkerSpec) -> None:
+        """Asks for a worker; does not wait for it."""
         request: Message = {
             "request": "start",
             "key": key,
@@ -127,10 +157,14 @@ class Nursery(Closing):
             "directory": worker.directory,
             "notes": worker.notes,
         }
+        writing = [self._open_pipe(key, stream) for stream in ("out", "err")]
         try:
-            self._control.send(request, [stdout, stderr])
+            self._control.send(request, writing)
         except OSError:
             raise self._lost() from None
+        finally:
+            for descriptor in writing:
+                os.close(descriptor)
 
     def stop(self, key: str | None, ladder: Ladder) -> None:
         """Has one worker, or all workers, signalled until they end; does not wait for that."""
@@ -148,15 +182,35 @@ class Nursery(Closing):
             self._control.send({"request": "remove at end", "directory": directory})
 
     def receive(self) -> list[Message]:
-        """Returns the next events; blocks until there are some.
+        """Returns the next events; blocks unless the descriptor is readable.
 
         Raises:
             LaunchError: The nursery is gone, and so are its workers.
         """
-        try:
-            return self._control.receive()
-        except (EOFError, OSError):
-            raise self._lost() from None
+        events: list[Message] = []
+        messages: list[Message] = []
+        for ready, _ in self._selector.select():
+            if ready.data is not None:
+                self._read(ready.data, events)
+                continue
+            try:
+                messages = self._control.receive()
+            except (EOFError, OSError):
+                if self._is_lost:
+                    raise self._lost() from None
+                self._is_lost = True  # once more, so that the output that was read is not lost
+        for message in messages:
+            if message["event"] == "ended":
+                for pipe in self._pipes(message["key"]):
+                    while self._read(pipe, events):
+                        pass
+            events.append(message)
+        return events
+
+    def drop_output(self) -> None:
+        """Reads no more output of the workers that were started so far."""
+        for pipe in self._pipes():
+            self._close_pipe(pipe)
 
     def end(self) -> None:
         """Ends all workers and the nursery, and waits; its last events can still be read."""
@@ -170,11 +224,40 @@ class Nursery(Closing):
     def close(self) -> None:
         """Ends the nursery and closes the connection; idempotent."""
         self.end()
+        self.drop_output()
+        self._selector.close()
         self._control.close()
 
     def __repr__(self) -> str:
         state = "running" if self._process.poll() is None else "ended"
         return f"<Nursery (pid {self.pid}), {state}>"
+
+    def _open_pipe(self, key: str, stream: str) -> int:
+        """Opens a pipe for a stream of a worker; returns its writing end."""
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        self._selector.register(reading, selectors.EVENT_READ, _Pipe(reading, key, stream))
+        return writing
+
+    def _pipes(self, key: str | None = None) -> list[_Pipe]:
+        entries = self._selector.get_map() or {}  # none once it is closed
+        pipes = [entry.data for entry in entries.values() if entry.data is not None]
+        return [pipe for pipe in pipes if key in (None, pipe.key)]
+
+    def _read(self, pipe: _Pipe, events: list[Message]) -> bool:
+        """Reads output once; returns whether there may be more to read now."""
+        try:
+            data = os.read(pipe.descriptor, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._close_pipe(pipe)
+        events.append({"event": "output", "key": pipe.key, "stream": pipe.stream, "data": data})
+        return bool(data)
+
+    def _close_pipe(self, pipe: _Pipe) -> None:
+        self._selector.unregister(pipe.descriptor)
+        os.close(pipe.descriptor)
 
     def _lost(self) -> LaunchError:
         self.end()

@@ -14,25 +14,38 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib
+import logging
 import math
 import os
+import socket
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torchweft.errors import ConfigurationError
-from torchweft.launch.host_connection import Host
+from torchweft.errors import ConfigurationError, LaunchError
+from torchweft.launch.hosts import Host
 from torchweft.launch.hosts_launcher import HostsLauncher
-from torchweft.launch.launchers import Order
-from torchweft.launch.ray_bundles import ActorLink, Amounts, Bundles, package
-from torchweft.launch.run import BROKEN_PIPE_STATUS, output_closed
+from torchweft.launch.run import BROKEN_PIPE_STATUS, Order, output_closed
 
 if TYPE_CHECKING:
-    from torchweft.launch.local_cluster import Cluster
+    from torchweft.launch.clusters import Cluster
     from torchweft.launch.terms import Terms
+
+Amounts = dict[str, float]
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 TIMEOUT_S = 60.0
+_REACH_S = 10.0
+_LOOK_S = 0.2
+_AGAIN_S = 1.0
+_NODES_LISTED = 8
+_REASON_S = 1.0
+"""Seconds in which Ray ends an actor after it has killed the actor's children."""
 
 
 class Ray(HostsLauncher):
@@ -114,21 +127,11 @@ class Ray(HostsLauncher):
         add("--num-gpus", type=float, default=0, metavar="N", help="GPUs of a worker (default: 0)")
         add("--resources", default="", metavar="LIST", help="further ones, as special=1,other=2")
         add("--labels", default="", metavar="LIST", help="labels of the nodes, as zone=a,kind=b")
-        add(
-            "--workers-per-bundle",
-            type=int,
-            default=1,
-            metavar="N",
-            help="workers that start together on a node (default: 1)",
-        )
+        text = "workers that start together on a node (default: 1)"
+        add("--workers-per-bundle", type=int, default=1, metavar="N", help=text)
         add("--strategy", default="PACK", help=f"{', '.join(STRATEGIES)} (default: %(default)s)")
-        add(
-            "--ray-timeout",
-            type=float,
-            default=TIMEOUT_S,
-            metavar="S",
-            help="seconds within which Ray must have the resources (default: %(default)g)",
-        )
+        text = "seconds within which Ray must have the resources (default: %(default)g)"
+        add("--ray-timeout", type=float, default=TIMEOUT_S, metavar="S", help=text)
         add("--python", default=sys.executable, metavar="PATH", help="the interpreter there")
 
     @classmethod
@@ -179,24 +182,16 @@ class Ray(HostsLauncher):
         ]
         reserved = self._reservation = Bundles(bundles, self._strategy, self._labels)
         reserved.make(self._address, self._timeout_s)
-        addresses = reserved.addresses()
-        return [
-            Host(
-                f"bundle {index}",
-                address,
-                share,
-                timeout_s=self._timeout_s,
-                connect=self._connector(reserved, index),
-            )
-            for index, (address, share) in enumerate(zip(addresses, shares, strict=True))
-        ]
-
-    def _connector(self, reserved: Bundles, index: int) -> Callable[[], ActorLink]:
         command = [self.python, "-m", "torchweft.launch.host_agent"]
         environment = {"OMP_NUM_THREADS": str(max(1, int(self._each["CPU"])))}
         if "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
-        return lambda: ActorLink(reserved, index, command, environment)
+        hosts = []
+        for index, (address, share) in enumerate(zip(reserved.addresses(), shares, strict=True)):
+            connect = partial(ActorLink, reserved, index, command, environment)
+            name = f"bundle {index}"
+            hosts.append(Host(name, address, share, timeout_s=self._timeout_s, connect=connect))
+        return hosts
 
     def release(self) -> None:
         """Gives the placement group back, and ends the connection with Ray if this made it."""
@@ -215,3 +210,348 @@ def _pairs(text: str) -> list[tuple[str, str]]:
         if not (name and equals and value):
             raise ConfigurationError(f"{text!r} has {name + equals!r}; write it like a=1,b=2")
     return [(name.strip(), value.strip()) for name, _, value in pairs]
+
+
+def package() -> Any:
+    """Returns the package, which is imported only here."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"workers on Ray need the package 'ray' ({error}); install it: "
+            "pip install 'torchweft[ray]', in the version of the cluster"
+        ) from error
+
+
+class Bundles:
+    """The connection with a cluster, and a placement group in it.
+
+    Args:
+        bundles: The resources of each bundle.
+        strategy: How they are spread.
+        labels: Labels of their nodes.
+    """
+
+    def __init__(
+        self, bundles: Sequence[Amounts], strategy: str, labels: Mapping[str, str]
+    ) -> None:
+        self._bundles = list(bundles)
+        self._strategy = strategy
+        self._labels = dict(labels)
+        self._limit_s = 0.0
+        self._group: Any = None
+        self._has_connected = False
+
+    def make(self, address: str | None, limit_s: float) -> None:
+        """Connects, and blocks until all bundles are placed."""
+        ray, self._limit_s = package(), limit_s
+        if not ray.is_initialized():
+            _connect(ray, address)
+            self._has_connected = True
+        wanted: dict[str, Any] = {"strategy": self._strategy, "name": "torchweft"}
+        if self._labels:
+            wanted["bundle_label_selector"] = [self._labels] * len(self._bundles)
+        try:
+            self._group = ray.util.placement_group(self._bundles, **wanted)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"Ray {ray.__version__} refuses the placement group: {error}"
+            ) from error
+        until_s = time.monotonic() + limit_s
+        while not self._group.wait(1):  # whole seconds, in which Ctrl-C is not heard
+            if time.monotonic() >= until_s:
+                raise LaunchError(self.shortage())
+
+    def addresses(self) -> list[str]:
+        """Returns the address of each bundle's node."""
+        ray = package()
+        table = ray.util.placement_group_table(self._group)
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        places = table["bundles_to_node_id"]
+        return [nodes[places[index]] for index in range(len(self._bundles))]
+
+    def shortage(self) -> str:
+        """Says what is missing, and what the cluster has."""
+        ray = package()
+        if self._group.wait(1):
+            return f"Ray has placed it, but not started its actor within {self._limit_s:g} s"
+        has, free = ray.cluster_resources(), ray.available_resources()
+        names = dict.fromkeys(name for bundle in self._bundles for name in bundle)
+        wanted = {name: sum(bundle.get(name, 0) for bundle in self._bundles) for name in names}
+        lines = [
+            f"{name}: {amount:g} wanted, the cluster has {has.get(name, 0):g}, "
+            f"{free.get(name, 0):g} free"
+            for name, amount in wanted.items()
+        ]
+        nodes = [_of_node(node) for node in ray.nodes() if node["Alive"]]
+        more = ["..."] if len(nodes) > _NODES_LISTED else []
+        labels = f" on nodes with the labels {self._labels}" if self._labels else ""
+        return (
+            f"Ray has found no place for {len(self._bundles)} bundles of up to "
+            f"{_shown(self._bundles[0])} each ({self._strategy}){labels} within "
+            f"{self._limit_s:g} s. {'; '.join(lines)}. Nodes: "
+            f"{'; '.join([*nodes[:_NODES_LISTED], *more])}. Reserve less, add nodes, or wait "
+            "longer (timeout, --ray-timeout)"
+        )
+
+    def actor(self, index: int) -> Any:
+        """Asks for an actor in a bundle; does not wait for it."""
+        ray = package()
+        amounts = dict(self._bundles[index])
+        return (
+            ray.remote(concurrency_groups={"out": 1, "err": 1})(_agent_class(ray))
+            .options(
+                num_cpus=amounts.pop("CPU", 0),
+                num_gpus=amounts.pop("GPU", 0),
+                resources=amounts,
+                max_restarts=0,
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=index
+                ),
+            )
+            .remote()
+        )
+
+    def release(self) -> None:
+        """Removes the placement group, with its actors; disconnects if this has connected."""
+        ray = package()
+        group, self._group = self._group, None
+        if group is not None and ray.is_initialized():
+            ray.util.remove_placement_group(group)
+        if self._has_connected:
+            self._has_connected = False
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    """Connects with a cluster, or starts one where ``ray.init`` would."""
+    place = address or os.environ.get("RAY_ADDRESS") or ""
+    host, _, port = place.rpartition(":")
+    if port.isdigit() and "//" not in place:  # Ray itself tries for a minute
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+        except OSError as error:
+            raise LaunchError(
+                f"no Ray answers at {place} ({error}); is it running? 'ray status --address "
+                f"{place}' tells. Correct --ray-address or RAY_ADDRESS"
+            ) from error
+    try:
+        ray.init(
+            address=address,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    except Exception as error:  # ConnectionError, RuntimeError for another version, and others
+        said = " ".join(str(error).split())
+        raise LaunchError(
+            f"the cluster of Ray at {place or 'this machine'} cannot be used from here, with Ray "
+            f"{ray.__version__}: {said}"
+        ) from error
+
+
+def _of_node(node: Mapping[str, Any]) -> str:
+    own = {
+        name: amount
+        for name, amount in node["Resources"].items()
+        if "memory" not in name and not name.startswith("node:") and "_group_" not in name
+    }
+    return f"{node['NodeManagerAddress']} with {_shown(own) or 'nothing'}"
+
+
+def _shown(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(amounts.items()))
+
+
+# The link with one agent
+
+
+def _agent_class(ray: Any) -> type:
+    """Returns the class of the actors; Ray sends it by value, so its processes need no Weft."""
+
+    class WeftAgent:
+        def start(self, command: list[str], environment: dict[str, str]) -> str:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                bufsize=0,
+            )
+            return str(ray.util.get_node_ip_address())
+
+        def write(self, data: bytes) -> None:
+            view = memoryview(data)
+            while view:
+                view = view[self._process.stdin.write(view) :]  # type: ignore[union-attr]
+
+        def finish(self) -> None:
+            self._process.stdin.close()  # type: ignore[union-attr]
+
+        @ray.method(concurrency_group="out")  # type: ignore[untyped-decorator]
+        def read(self) -> bytes:
+            return os.read(self._process.stdout.fileno(), 1 << 16)  # type: ignore[union-attr]
+
+        @ray.method(concurrency_group="err")  # type: ignore[untyped-decorator]
+        def read_error(self) -> bytes:
+            return bytes(self._process.stderr.readline())  # type: ignore[union-attr]
+
+        def exit_code(self, reason_s: float) -> int:
+            code = self._process.wait()
+            if code < 0:  # Perhaps Ray has killed it, and ends this process next.
+                time.sleep(reason_s)
+            return code
+
+    return WeftAgent
+
+
+class ActorLink:
+    """The standard input, output and error of an agent, through calls of an actor.
+
+    It is a ``torchweft.launch.hosts.Link``. The thread that receives makes the actor, and makes
+    it again if its node is lost before the agent has started.
+
+    Args:
+        reserved: The bundles.
+        index: The number of the bundle.
+        command: The command of the agent.
+        environment: Variables of the agent, added to those of Ray's process.
+    """
+
+    def __init__(
+        self, reserved: Bundles, index: int, command: list[str], environment: dict[str, str]
+    ) -> None:
+        self._reserved = reserved
+        self._index = index
+        self._command = command
+        self._environment = environment
+        self._lock = threading.Lock()
+        self._unsent: list[bytes] = []
+        self._actor: Any = None
+        self._has_started = self._is_killed = False
+        self._settled = threading.Event()
+        self._ending = threading.Event()
+        self._ended = threading.Event()
+        self._failure = ""
+        self.address = ""
+
+    def send(self, data: bytes) -> None:
+        """Writes to the agent, at the latest when it has started; does not wait."""
+        with self._lock:
+            if self._has_started:
+                self._write(data)
+            else:
+                self._unsent.append(data)
+
+    def receive(self) -> bytes:
+        """Blocks until the agent has written; returns nothing at the end."""
+        data = b""
+        if self._has_started or self._start():
+            data = self._get(self._actor.read)
+        if not data:
+            self._settled.set()
+            self._ended.set()
+        return data
+
+    def said(self) -> Iterator[bytes]:
+        """Blocks for each next line of the agent's standard error."""
+        self._settled.wait()
+        while self._has_started and (line := self._get(self._actor.read_error)):
+            yield line
+
+    def why_silent(self) -> str:
+        """Returns why the agent has not started; empty if it has."""
+        return "" if self._has_started else f"is not there: {self._reserved.shortage()}"
+
+    def why_ended(self) -> str:
+        """Returns what Ray said about the end, or the exit code of an agent that Ray did not end.
+
+        When Ray ends a process, it kills the children first. So the agent's output may end before
+        the actor does, and only another call of the actor tells why.
+        """
+        if self._failure or not self._has_started:
+            return self._failure
+        try:
+            _check_connected()
+            ending = self._actor.exit_code.remote(_REASON_S)
+            is_known = package().wait([ending], timeout=2 * _REASON_S)[0]
+            code = package().get(ending) if is_known else 0
+        except Exception as error:  # of many types, as in _get
+            return _said(error)
+        return f"its command ended with exit code {code}" if code else ""
+
+    def finish_sending(self) -> None:
+        """Ends the agent's input, and so the agent; does not wait for it."""
+        with self._lock:
+            if self._has_started and not self._ending.is_set() and package().is_initialized():
+                _forget(self._actor.finish.remote())
+            self._ending.set()
+
+    def end(self, *, is_open: bool, limit_s: float) -> None:
+        """Waits for the end of the agent, for at most ``limit_s``, and ends the actor."""
+        self._ending.set()
+        if is_open:
+            self._ended.wait(limit_s)
+        if self._actor is not None and not self._is_killed and package().is_initialized():
+            self._is_killed = True
+            package().kill(self._actor)
+
+    def close(self) -> None:
+        """Does nothing: Ray releases an actor that is gone."""
+
+    def _write(self, data: bytes) -> None:
+        _check_connected()
+        _forget(self._actor.write.remote(data))
+
+    def _get(self, method: Any) -> bytes:
+        try:
+            _check_connected()
+            return bytes(package().get(method.remote()))
+        except Exception as error:  # of many types: the actor, its node or Ray itself is lost
+            self._failure = _said(error)
+            return b""
+
+    def _start(self) -> bool:
+        """Starts the agent; returns False if it cannot be started, or is not wanted any more."""
+        ray = package()
+        while not self._ending.is_set():
+            self._actor = self._reserved.actor(self._index)
+            started = self._actor.start.remote(self._command, self._environment)
+            try:
+                while not ray.wait([started], timeout=_LOOK_S)[0]:
+                    if self._ending.is_set():
+                        return False
+                self.address = ray.get(started)
+            except ray.exceptions.RayActorError:  # its node is lost, as Ray learns just now
+                self._ending.wait(_AGAIN_S)
+            except Exception as error:
+                self._failure = _said(error)
+                return False
+            else:
+                with self._lock:
+                    self._has_started = True
+                    for data in self._unsent:
+                        self._write(data)
+                self._settled.set()
+                return True
+        return False
+
+
+def _check_connected() -> None:
+    """Raises ConnectionError without a connection, which Ray's functions would then make."""
+    if not package().is_initialized():
+        raise ConnectionError("ray.shutdown() has ended the connection")
+
+
+def _forget(reference: Any) -> None:
+    """Takes the error of a call that nothing waits for: the end of the actor, seen elsewhere."""
+    reference.future().add_done_callback(lambda done: done.exception())
+
+
+def _said(error: Exception) -> str:
+    """Returns the sentence in which Ray names the cause, after a list of ids."""
+    cause = getattr(error, "cause", None) or error
+    lines = [line for line in str(cause).splitlines() if line.strip() and line[0] not in "\t "]
+    return f"Ray: {lines[-1].partition('. ')[0].rstrip('.') if lines else type(cause).__name__}"

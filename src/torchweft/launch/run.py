@@ -1,27 +1,35 @@
-"""Runs one script in several worker processes, as the command ``torchweft run`` does."""
+"""Runs one script in several worker processes, as the command ``torchweft run`` does.
+
+Workers of a group of known size meet at a port, where the worker of rank 0 hosts the store. Workers
+of an open group meet at a file in a folder of the launcher, which no other user can enter. It lives
+as long as the run, whichever worker dies, and nothing listens. See ``GroupFile`` in
+``torchweft.engine.worker.rendezvous``.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torchweft import knobs, standard_streams
 from torchweft.errors import ConfigurationError, LaunchError
 from torchweft.launch.console import Console
 from torchweft.launch.control import Ladder
 from torchweft.launch.job import Job
-from torchweft.launch.meeting import INIT_METHOD_VARIABLE, FileMeeting, Meeting, PortMeeting
 from torchweft.launch.nursery import WARM_MODULES, Nursery, WorkerSource
 from torchweft.launch.report import Repeats, RunReport, shell_status, signal_name
 from torchweft.launch.restarts import GROUP, RestartPlan, RestartPolicy
-from torchweft.launch.scrapes import Scrapes
 from torchweft.launch.signals import watched_signals
 from torchweft.launch.supervisor import KILL_LADDER, Supervisor
 from torchweft.launch.worker import (
+    Scrapes,
     WorkerExit,
     WorkerSpec,
     check_seed,
@@ -38,101 +46,94 @@ LOOK_S = 0.2
 """Seconds between checks whether a lost host has been replaced."""
 
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
+INIT_METHOD_VARIABLE = "WEFT_INIT_METHOD"
+_OF_CLOSED_GROUPS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_workers(
-    names: Sequence[str],
-    job: Job,
-    *,
-    console: Console,
-    master_port: int = 0,
-    is_warm: bool = False,
-    restarts: RestartPolicy | None = None,
-    seed: int | None = None,
-    metrics: Address | None = None,
-) -> int:
-    """Runs ``job`` in one worker for each name, until all have ended or one has failed for good.
+@dataclass(frozen=True)
+class Order:
+    """What ``torchweft run`` was asked for.
 
-    Call it from the main thread: it handles signals while it runs.
-
-    Args:
+    Attributes:
         names: The workers' names, in order of their ranks.
-        job: What each of them does.
+        job: What each of them does, made by ``torchweft.launch.job``.
         console: Where the workers' output goes, and messages about them.
+        restarts: The policy when a worker dies; by default, the others are ended.
         master_port: The port at which the workers meet; 0 for a free port.
         is_warm: Whether workers are forked from a process that has imported torch.
-        restarts: The policy when a worker dies; by default, the others are ended.
         seed: Makes the random numbers of warm workers reproducible, with different numbers for
             each worker. Without a seed they differ by worker and run. Workers that are not warm
             start like any program.
-        metrics: Where the workers serve their metrics: the first at this port, the others at those
-            that follow. None if they do not.
+        arguments: The arguments of ``torchweft``, for a launcher that runs the command elsewhere.
+        metrics: Where the workers serve their metrics: those of a host at this port and those that
+            follow. None if they do not.
+    """
+
+    names: Sequence[str]
+    job: Job
+    console: Console
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    master_port: int = 0
+    is_warm: bool = False
+    seed: int | None = None
+    arguments: Sequence[str] = ()
+    metrics: Address | None = None
+
+    def check(self) -> None:
+        """Checks what does not depend on the launcher.
+
+        Raises:
+            ConfigurationError: A value is invalid; or a ``WEFT_`` variable is unknown, or cannot
+                be read.
+        """
+        self.restarts.check()
+        knobs.check_environment()
+        check_seed(self.seed)
+
+    @property
+    def preload(self) -> Sequence[str]:
+        """The modules that the process imports from which workers are forked."""
+        return WARM_MODULES if self.is_warm else ()
+
+
+def run_here(order: Order) -> int:
+    """Runs a script in workers of this machine, until all have ended or one has failed for good.
+
+    Call it from the main thread: it handles signals while it runs.
 
     Returns:
         An exit status as shells report it: that of the worker whose death ended the run, 130
         after Ctrl-C, 0 on success.
 
     Raises:
-        ConfigurationError: An argument is invalid; or a ``WEFT_`` variable is unknown, or cannot
-            be read; or metrics cannot be served.
+        ConfigurationError: The order is invalid; or metrics cannot be served.
     """
-    policy = RestartPolicy() if restarts is None else restarts
-    policy.check()
-    knobs.check_environment()
-    check_seed(seed)
-    scrapes = _scrapes_here(names, metrics)
-    environment = compute_environment(os.environ, len(names))
-    preload = WARM_MODULES if is_warm else ()
+    order.check()
+    scrapes = None
+    if order.metrics is not None:
+        scrapes = Scrapes(order.metrics, {name: rank for rank, name in enumerate(order.names)})
+        scrapes.check_here()
+    environment = compute_environment(os.environ, len(order.names))
     with (
         tempfile.TemporaryDirectory(prefix="weft-run-", ignore_cleanup_errors=True) as notes,
-        closing(_meeting(len(names), master_port, policy, notes)) as meeting,
-        Nursery(preload=preload, environment=environment) as nursery,
+        closing(_meeting(order, notes)) as meeting,
+        Nursery(preload=order.preload, environment=environment) as nursery,
     ):
         nursery.remove_at_end(notes)
-        run = Run(
-            nursery, console, names, job, environment, meeting, policy, seed, notes, scrapes=scrapes
-        )
+        run = Run(order, nursery, environment, meeting, notes, scrapes=scrapes)
         if scrapes is not None:
-            console.announce(f"torchweft run: {scrapes.text()}")
+            order.console.announce(f"torchweft run: {scrapes.text()}")
         return run.to_the_end()
-
-
-def _scrapes_here(names: Sequence[str], metrics: Address | None) -> Scrapes | None:
-    if metrics is None:
-        return None
-    scrapes = Scrapes(metrics, {name: rank for rank, name in enumerate(names)})
-    scrapes.check_here()
-    return scrapes
-
-
-def _meeting(count: int, master_port: int, policy: RestartPolicy, folder: str) -> Meeting:
-    if policy.scope == GROUP:
-        if policy.limit and INIT_METHOD_VARIABLE in os.environ:
-            raise ConfigurationError(
-                f"a group that is started again meets at a new place, but {INIT_METHOD_VARIABLE} "
-                "names one; unset it"
-            )
-        return PortMeeting(count, master_port)
-    if master_port:
-        raise ConfigurationError(
-            "workers that are started again one by one meet at the launcher, not at a port of the "
-            "first worker, which may die; leave --master-port away"
-        )
-    return FileMeeting(folder)
 
 
 class Run:
     """The state of one run: pending restarts, the failure that ended it, and its exit status.
 
     Args:
+        order: What is run.
         nursery: Starts the workers; this closes it at the end.
-        console: Where the workers' output goes, and messages about them.
-        names: The workers' names, in order of their ranks.
-        job: What each of them does.
         environment: Their variables, without those of their identity and meeting place.
         meeting: Where they meet.
-        policy: The policy when a worker dies.
-        seed: The seed of the run, or None.
         notes: The folder for notes about deaths.
         locals_: Each worker's number among those of its host, and how many these are; by default,
             there is one host.
@@ -141,33 +142,29 @@ class Run:
 
     def __init__(
         self,
+        order: Order,
         nursery: WorkerSource,
-        console: Console,
-        names: Sequence[str],
-        job: Job,
         environment: dict[str, str],
         meeting: Meeting,
-        policy: RestartPolicy,
-        seed: int | None,
         notes: str,
         locals_: Mapping[str, tuple[int, int]] | None = None,
         scrapes: Scrapes | None = None,
     ) -> None:
+        names = order.names
+        self._order = order
         self._scrapes = scrapes
         self._locals = locals_ or {name: (rank, len(names)) for rank, name in enumerate(names)}
         self._nursery = nursery
         self._ranks = {name: rank for rank, name in enumerate(names)}
-        self._job = job
-        self._seed = seed
         self._notes = notes
         self._base = environment
         self._meeting = meeting
-        self._plan = RestartPlan(policy, names, time.monotonic())
+        self._plan = RestartPlan(order.restarts, names, time.monotonic())
         self._repeats = Repeats(self._plan.is_of_group)
-        self._report = RunReport(console, policy, names)
+        self._report = RunReport(order.console, order.restarts, names)
         workers = [self._spec(name) for name in names]
         self._supervisor = Supervisor(
-            nursery, console, workers, self._worker_ended, self._report.started
+            nursery, order.console, workers, self._worker_ended, self._report.started
         )
         self._status = 0
         self._is_ending = False
@@ -204,7 +201,7 @@ class Run:
         environment = self._meeting.environment(self._base) | identity
         if self._scrapes is not None:
             environment |= self._scrapes.variables(name)
-        job = {**self._job, "seed": worker_seed(self._seed, name)}
+        job = {**self._order.job, "seed": worker_seed(self._order.seed, name)}
         return WorkerSpec(name, rank, job, environment, self._notes)
 
     def _wait_s(self) -> float | None:
@@ -251,7 +248,7 @@ class Run:
     def _signalled(self, number: int) -> None:
         if number == signal.SIGQUIT:
             self._report.say("SIGQUIT, each worker writes what it does to a file")
-            self._supervisor.signal_workers(number)
+            self._supervisor.signal(number)
             return
         if number == signal.SIGTERM and self.on_terminate():
             return
@@ -280,3 +277,118 @@ def output_closed() -> int:
 
 def _ladder(number: int) -> Ladder:
     return [(number, knobs.LAUNCH_GRACE_S.get()), (signal.SIGKILL, 0.5)]
+
+
+# Meeting places
+
+
+class Meeting(Protocol):
+    """A place at which workers find each other."""
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Returns ``base``, changed for workers that meet here."""
+
+    def renew(self) -> None:
+        """Prepares for a new run: changes to an unused port, unless the port was given."""
+
+    def close(self) -> None:
+        """Releases the place."""
+
+
+class PortMeeting:
+    """A port of this host at which the worker with rank 0 hosts the store of a closed group.
+
+    If a port from the kernel were released, any program could take it until the first worker has
+    started and listens, seconds later. So the socket stays bound, but does not listen. It and the
+    worker's socket allow address reuse, and only the worker's listens, so Linux lets the worker
+    listen on the port. The kernel gives the port to no program that asks for a free port.
+
+    Args:
+        world_size: Number of workers in the group.
+        number: The port; 0 lets the kernel choose.
+
+    Raises:
+        ConfigurationError: Another program listens on that port.
+    """
+
+    def __init__(self, world_size: int, number: int = 0) -> None:
+        self._world_size = world_size
+        self._is_chosen = number != 0
+        self._socket = _bound(number)
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Returns ``base`` with the variables that ``env://`` reads."""
+        port = self._socket.getsockname()[1]
+        return {**base, **port_environment(self._world_size, "127.0.0.1", port)}
+
+    def renew(self) -> None:
+        """Takes another port unless one was given: remnants of a group may still hold the port."""
+        if not self._is_chosen:
+            former, self._socket = self._socket, _bound(0)
+            former.close()
+
+    def close(self) -> None:
+        """Releases the port; idempotent."""
+        self._socket.close()
+
+
+class FileMeeting:
+    """A file for an open group, which has no fixed size.
+
+    Args:
+        folder: A folder that only this user can enter; the caller removes it after the run.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._init_method = f"file://{os.path.join(folder, 'group')}"
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Returns ``base`` without a size and a port, but with the file.
+
+        A store that the user has named is kept: it may connect workers of several machines.
+        """
+        environment = {key: value for key, value in base.items() if key not in _OF_CLOSED_GROUPS}
+        environment.setdefault(INIT_METHOD_VARIABLE, self._init_method)
+        return environment
+
+    def renew(self) -> None:
+        """Does nothing: restarted workers rejoin the workers that stayed."""
+
+    def close(self) -> None:
+        """Does nothing: the file goes with its folder."""
+
+
+def port_environment(world_size: int, host: str, port: int) -> dict[str, str]:
+    """Returns the variables that ``env://`` reads."""
+    return {"WORLD_SIZE": str(world_size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+def _meeting(order: Order, folder: str) -> Meeting:
+    if order.restarts.scope == GROUP:
+        if order.restarts.limit and INIT_METHOD_VARIABLE in os.environ:
+            raise ConfigurationError(
+                f"a group that is started again meets at a new place, but {INIT_METHOD_VARIABLE} "
+                "names one; unset it"
+            )
+        return PortMeeting(len(order.names), order.master_port)
+    if order.master_port:
+        raise ConfigurationError(
+            "workers that are started again one by one meet at the launcher, not at a port of the "
+            "first worker, which may die; leave --master-port away"
+        )
+    return FileMeeting(folder)
+
+
+def _bound(number: int) -> socket.socket:
+    """Returns a socket that holds a port of the loopback interface; 0 for a free port."""
+    holding = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        holding.bind(("127.0.0.1", number))
+    except OSError as error:
+        holding.close()
+        raise ConfigurationError(
+            f"port {number} cannot be used ({error.strerror}); "
+            "take another one, or leave --master-port away to have a free one chosen"
+        ) from None
+    return holding

@@ -18,32 +18,56 @@ lost.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
+import re
+import selectors
 import shlex
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchweft.errors import ConfigurationError, LaunchError
-from torchweft.launch.console import session_console
-from torchweft.launch.host_connection import Host
-from torchweft.launch.hosts import HostNurseries
+from torchweft.launch.console import Console, Sink, binary_sink, session_console
+from torchweft.launch.control import READ_BYTES
+from torchweft.launch.hosts import Host, HostNurseries
 from torchweft.launch.hosts_launcher import HostsLauncher
-from torchweft.launch.launchers import Order
-from torchweft.launch.slurm_allocation import Allocation
-from torchweft.launch.slurm_job import BatchJob, ask, fields_of, state_of
+from torchweft.launch.report import signal_name
+from torchweft.launch.run import Order, Run, output_closed
+from torchweft.launch.signals import watched_signals
 
 if TYPE_CHECKING:
-    from torchweft.launch.local_cluster import Cluster
-    from torchweft.launch.run import Run
+    from torchweft.launch.clusters import Cluster
     from torchweft.launch.terms import Terms
 
+POLL_S = 0.5
+"""Seconds between looks at the output files, or at the answer to a request for an allocation."""
+ASK_S = 2.0
+"""Seconds between questions to SLURM, whose controller serves all users."""
+_ASK_SELDOM_S = 10.0
+"""Seconds between questions about a job that waits in the queue."""
 _ANSWER_S = 60.0
 TIMEOUT_S = 3600.0
 """Seconds in the queue, within which a cluster must have its allocation."""
+_ASK_LIMIT_S = 30.0
+_SUBMIT_LIMIT_S = 120.0
+_CANCEL_S = 15.0
+_RELEASE_S = 15.0
 _COMMANDS = ("sbatch", "srun", "salloc", "scontrol", "scancel")
+_FIELD = re.compile(r"(\w+)=(\S*)")
+_ALLOCATED = re.compile(r"job allocation (\d+)")
+_ENDED = frozenset(
+    "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL "
+    "OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED".split()
+)
+
+# The command in the allocation ends with its input, so with this process.
+_TELL = 'echo "$SLURM_JOB_ID $SLURM_JOB_NODELIST"; exec cat'
 
 
 class Slurm(HostsLauncher):
@@ -102,16 +126,11 @@ class Slurm(HostsLauncher):
     @classmethod
     def add_options(cls, parser: argparse._ArgumentGroup) -> None:
         """Adds the options of ``--on slurm``."""
-        parser.add_argument("--nodes", type=int, metavar="N", help="how many nodes (default: 1)")
-        parser.add_argument(
-            "--workers-per-node", type=int, default=1, metavar="N", help="workers on each node"
-        )
-        parser.add_argument(
-            "--slurm-options", default="", metavar="TEXT", help="further options of sbatch"
-        )
-        parser.add_argument(
-            "--python", default=sys.executable, metavar="PATH", help="the interpreter there"
-        )
+        add = parser.add_argument
+        add("--nodes", type=int, metavar="N", help="how many nodes (default: 1)")
+        add("--workers-per-node", type=int, default=1, metavar="N", help="workers on each node")
+        add("--slurm-options", default="", metavar="TEXT", help="further options of sbatch")
+        add("--python", default=sys.executable, metavar="PATH", help="the interpreter there")
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> Slurm:
@@ -263,16 +282,284 @@ def _may_requeue(job: str) -> bool:
 
 
 def _nodes(text: str) -> list[str]:
-    names = ask("scontrol", "show", "hostnames", _no_option("nodes", text)).split()
-    return [_no_option("node", name) for name in names]
+    names = [text]
+    if not text.startswith("-"):
+        names = ask("scontrol", "show", "hostnames", text).split()
+    for each in names:
+        if each.startswith("-"):  # SLURM's commands would take it for an option
+            raise ConfigurationError(f"SLURM names a node {each!r}, which begins with a dash")
+    return names
 
 
-def _no_option(what: str, text: str) -> str:
-    """Returns a text of SLURM for its commands, unless they would take it for an option.
+# Questions to SLURM
+
+
+def ask(*command: str, text: str = "", limit_s: float | None = None) -> str:
+    """Runs a command of SLURM and returns what it prints.
+
+    Args:
+        command: The command and its arguments.
+        text: Its standard input.
+        limit_s: Seconds within which it must answer; by default, 30.
 
     Raises:
-        ConfigurationError: They would.
+        LaunchError: It fails, or is not installed; says what it said.
     """
-    if text.startswith("-"):
-        raise ConfigurationError(f"SLURM names the {what} {text!r}, which begins with a dash")
-    return text
+    limit_s = _ASK_LIMIT_S if limit_s is None else limit_s
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, check=False, timeout=limit_s
+        )
+    except OSError as error:
+        raise LaunchError(f"'{command[0]}', a command of SLURM, cannot be run: {error}") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"{command[0]} has not answered within {limit_s:g} s; 'scontrol ping' tells whether "
+            "SLURM's controller is up, and 'squeue --me' which jobs it has"
+        ) from None
+    if done.returncode:
+        what = "the job" if command[0] == "sbatch" else f"'{command[0]}'"
+        raise LaunchError(
+            f"SLURM refuses {what}: {_on_one_line(done.stderr)}", exit_code=done.returncode
+        )
+    return done.stdout
+
+
+def fields_of(job: str) -> dict[str, str]:
+    """Returns what SLURM knows of a job."""
+    return dict(_FIELD.findall(ask("scontrol", "--oneliner", "show", "job", job)))
+
+
+def state_of(job: str) -> str:
+    """Returns the state of a job; empty if SLURM does not answer."""
+    try:
+        return fields_of(job).get("JobState", "")
+    except LaunchError:
+        return ""
+
+
+def _on_one_line(text: str) -> str:
+    return " / ".join(filter(None, map(str.strip, text.split("\n"))))
+
+
+class BatchJob:
+    """A batch job: submitted, followed by its output files, and cancelled.
+
+    Args:
+        number: Its number.
+        out: The file of its standard output.
+        err: The file of its standard error.
+    """
+
+    def __init__(self, number: str, out: Path, err: Path) -> None:
+        self.number = number
+        self._tails = (_Tail(out, binary_sink("stdout")), _Tail(err, binary_sink("stderr")))
+        self._signals = 0
+        self._cancelled_s: float | None = None
+        self._status = 0
+
+    @classmethod
+    def submit(cls, script: str, options: Sequence[str]) -> BatchJob:
+        """Submits a script; its output goes to files in the current folder.
+
+        Raises:
+            LaunchError: SLURM refuses it.
+        """
+        answer = ask(
+            *("sbatch", "--parsable", "--requeue", "--open-mode=append", "--job-name=torchweft"),
+            *("--output=torchweft-%j.out", "--error=torchweft-%j.err", *options),
+            text=script,
+            limit_s=_SUBMIT_LIMIT_S,
+        )
+        number = answer.strip().partition(";")[0]
+        return cls(number, *(Path(f"torchweft-{number}.{end}").resolve() for end in ("out", "err")))
+
+    def follow(self, console: Console) -> int:
+        """Shows the job's output until the job has ended; returns its exit status.
+
+        Ctrl-C, or another signal that asks this process to end, cancels the job. Call it from the
+        main thread.
+        """
+        console.announce(
+            f"torchweft run: submitted SLURM job {self.number}; its output is also in "
+            f"{self._tails[0].path}"
+        )
+        with selectors.DefaultSelector() as selector:
+
+            def watch(descriptor: int, callback: object) -> None:
+                selector.register(descriptor, selectors.EVENT_READ, callback)
+
+            with watched_signals(watch, lambda number: self._cancel(number, console)):
+                try:
+                    return self._to_the_end(selector, console)
+                except BaseException as error:
+                    with contextlib.suppress(LaunchError):  # nobody would follow the job
+                        ask("scancel", self.number)
+                    if isinstance(error, BrokenPipeError):
+                        return output_closed()
+                    raise
+                finally:
+                    for tail in self._tails:
+                        tail.close()
+
+    def _to_the_end(self, selector: selectors.BaseSelector, console: Console) -> int:
+        state, asked_s = "", 0.0
+        while True:
+            for event, _ in selector.select(POLL_S):
+                event.data()
+            is_done = False
+            if time.monotonic() - asked_s >= ASK_S:
+                fields, former = self._fields(state), state
+                state, asked_s = fields["JobState"], time.monotonic()
+                if state == "PENDING" and former != state:
+                    reason = fields.get("Reason", "")
+                    console.announce(f"torchweft run: job {self.number} waits ({reason})")
+                is_done = state in _ENDED
+            for tail in self._tails:
+                tail.show()
+            if is_done:
+                return self._end(state, fields, console)
+            if self._cancelled_s is not None and time.monotonic() > self._cancelled_s:
+                self._cancelled_s = None
+                with contextlib.suppress(LaunchError):  # it has just ended
+                    ask("scancel", self.number)
+
+    def _fields(self, state: str) -> dict[str, str]:
+        """Returns what SLURM knows of the job; its former state while SLURM does not answer."""
+        try:
+            return {"JobState": state, **fields_of(self.number)}
+        except LaunchError as error:
+            if "Invalid job id" in str(error):
+                raise
+            return {"JobState": state}
+
+    def _end(self, state: str, fields: dict[str, str], console: Console) -> int:
+        code, _, number = fields.get("ExitCode", "0:0").partition(":")
+        status = int(code) or (128 + int(number) if int(number) else 0)
+        if state not in ("COMPLETED", "FAILED"):
+            console.announce(f"torchweft run: SLURM job {self.number} ended as {state}")
+            status = status or 1
+        return self._status or status
+
+    def _cancel(self, number: int, console: Console) -> None:
+        """Has the job's own launcher end the workers; a second time, or later, cancels the job."""
+        self._signals += 1
+        self._status = 128 + number
+        console.announce(
+            f"torchweft run: {signal_name(number)}, cancelling SLURM job {self.number}"
+        )
+        with contextlib.suppress(LaunchError):  # it has just ended
+            if self._signals == 1 and state_of(self.number) == "RUNNING":
+                ask("scancel", "--batch", "--signal=INT", self.number)
+                self._cancelled_s = time.monotonic() + _CANCEL_S
+            else:
+                ask("scancel", self.number)
+
+
+class _Tail:
+    """Shows what is appended to a file."""
+
+    def __init__(self, path: Path, sink: Sink) -> None:
+        self.path = path
+        self._sink = sink
+        self._descriptor: int | None = None
+
+    def show(self) -> None:
+        if self._descriptor is None:
+            with contextlib.suppress(FileNotFoundError):  # the job has not begun
+                self._descriptor = os.open(self.path, os.O_RDONLY)
+        while self._descriptor is not None and (data := os.read(self._descriptor, READ_BYTES)):
+            self._sink.write(data)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class Allocation:
+    """An allocation for the time of one cluster, by ``salloc``; it ends with this process.
+
+    Args:
+        requirements: Options of ``salloc``.
+    """
+
+    def __init__(self, requirements: Sequence[str]) -> None:
+        self._is_granted = False
+        self._said = ""
+        self._salloc: subprocess.Popen[bytes] | None = subprocess.Popen(
+            ["salloc", "--job-name=torchweft", *requirements, "sh", "-c", _TELL],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C is for this process, which gives it back
+        )
+
+    def wait(self, limit_s: float, say: Callable[[str], None]) -> tuple[str, str]:
+        """Blocks until SLURM grants the allocation; returns the number of the job and its nodes.
+
+        Args:
+            limit_s: How long to wait, in seconds.
+            say: Is told that the job waits in the queue, and why.
+
+        Raises:
+            LaunchError: SLURM refuses the allocation, or does not grant it in time.
+        """
+        salloc = self._salloc
+        assert salloc is not None
+        begin_s = time.monotonic()
+        told, reason, next_s = b"", "", begin_s + ASK_S  # an idle cluster grants sooner
+        with selectors.DefaultSelector() as selector:
+            for stream in (salloc.stdout, salloc.stderr):
+                assert stream is not None
+                selector.register(stream, selectors.EVENT_READ)
+            while b"\n" not in told:
+                for key, _ in selector.select(POLL_S):
+                    data = os.read(key.fd, READ_BYTES)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    elif key.fileobj is salloc.stdout:
+                        told += data
+                    else:
+                        self._said += data.decode(errors="replace")
+                if not selector.get_map():
+                    raise LaunchError(f"SLURM refuses the allocation: {_on_one_line(self._said)}")
+                if time.monotonic() >= next_s:
+                    next_s = time.monotonic() + _ASK_SELDOM_S
+                    reason = self._tell_reason(reason, say)
+                if time.monotonic() - begin_s > limit_s:
+                    raise LaunchError(
+                        f"SLURM has not granted the allocation within {limit_s:g} s "
+                        f"({reason or _on_one_line(self._said)}); ask for less, for another "
+                        "partition (options=), or wait longer (timeout=)"
+                    )
+        self._is_granted = True
+        job, _, nodes = told.decode().strip().partition(" ")
+        return job, nodes
+
+    def _tell_reason(self, former: str, say: Callable[[str], None]) -> str:
+        """Tells why the job waits in the queue, unless it was told; returns the reason."""
+        found = _ALLOCATED.search(self._said)
+        if found is None:
+            return former
+        with contextlib.suppress(LaunchError):  # the controller is busy, or the job has begun
+            fields = fields_of(found[1])
+            reason = fields.get("Reason", "")
+            if fields.get("JobState") == "PENDING" and reason not in (former, "None", ""):
+                say(f"SLURM job {found[1]} waits in the queue ({reason}); Ctrl-C leaves it")
+                return reason
+        return former
+
+    def release(self) -> None:
+        """Gives the allocation back, or leaves the queue; waits until that is done. Idempotent."""
+        salloc, self._salloc = self._salloc, None
+        if salloc is None:
+            return
+        if not self._is_granted:
+            salloc.terminate()  # it still waits in the queue
+        try:
+            salloc.communicate(timeout=_RELEASE_S)
+        except subprocess.TimeoutExpired:
+            salloc.kill()
+            salloc.communicate()

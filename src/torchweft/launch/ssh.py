@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchweft.errors import ConfigurationError, HostError
-from torchweft.launch.host_connection import Host
+from torchweft.launch.hosts import Host
 from torchweft.launch.hosts_launcher import HostsLauncher
 
 CONNECT_TIMEOUT_S = 10

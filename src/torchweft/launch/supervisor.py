@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import selectors
 import signal
 import time
@@ -33,30 +32,29 @@ IN_VIEW_LINES = 10
 DRAIN_LIMIT_S = 2.0
 """Seconds to wait for output from processes that outlive the worker that started them."""
 
-_READ_BYTES = 1 << 16
 _keys = itertools.count()
 
 
 @dataclass(eq=False)
 class _Stream:
-    """One output pipe of a worker."""
+    """One output stream of a worker."""
 
-    descriptor: int
     label: Label
     is_error: bool
-    tail: ErrorTail
     lines: LineAssembler = field(default_factory=LineAssembler)
     show_at_s: float | None = None
 
 
-@dataclass(eq=False)
 class _Worker:
-    spec: WorkerSpec
-    label: Label
-    tail: ErrorTail = field(default_factory=ErrorTail)
-    streams: list[_Stream] = field(default_factory=list)
-    pid: int = 0
-    started_s: float = 0.0
+    """One life of a worker; its streams are those that have not ended."""
+
+    def __init__(self, spec: WorkerSpec, label: Label) -> None:
+        self.spec = spec
+        self.label = label
+        self.tail = ErrorTail()
+        self.streams: dict[str, _Stream] = {}
+        self.pid = 0
+        self.started_s = 0.0
 
 
 class Supervisor:
@@ -96,7 +94,7 @@ class Supervisor:
         self._shown = 0
         self._drain_until_s: float | None = None
         self._selector = selectors.DefaultSelector()
-        self.watch(nursery.fileno(), self._read_events)
+        self.watch(nursery.fileno(), self._receive)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -146,7 +144,6 @@ class Supervisor:
         for event, _ in self._selector.select(self._wait_s(timeout_s)):
             event.data()
         self._show_partials()
-        self._console.show_held(time.monotonic())
 
     def stop(self, ladder: Ladder) -> None:
         """Signals all workers, one rung of the ladder after the other, until they have ended."""
@@ -154,15 +151,10 @@ class Supervisor:
         for key in list(self._running):
             self._nursery.stop(key, ladder)
 
-    def signal(self, name: str, number: int) -> None:
-        """Sends one signal to a running worker and to the processes that it has started."""
-        for key in list(self._running):
-            if self._workers[key].spec.name == name:
-                self._nursery.stop(key, [(number, 0.0)])
-
-    def signal_workers(self, number: int) -> None:
-        """Sends one signal to all workers, and not to the processes that they have started."""
-        self._nursery.signal(list(self._running), number)
+    def signal(self, number: int, name: str | None = None) -> None:
+        """Sends one signal to a worker, or to all, and not to the processes that they started."""
+        keys = [key for key in self._running if name in (None, self._workers[key].spec.name)]
+        self._nursery.signal(keys, number)
 
     def tail(self, name: str) -> str:
         """Returns the last lines that a worker wrote to standard error."""
@@ -175,13 +167,12 @@ class Supervisor:
         return failure_report(ended, tail.text(), is_in_view)
 
     def close(self) -> None:
-        """Closes the pipes; later output is lost."""
+        """Ends the following; later output is lost."""
+        self._nursery.drop_output()
         for worker in self._workers.values():
-            for stream in list(worker.streams):
+            for name in list(worker.streams):
                 with contextlib.suppress(BrokenPipeError, LaunchError):
-                    self._end_stream(worker, stream)
-        with contextlib.suppress(BrokenPipeError, LaunchError):
-            self._console.show_held()
+                    self._end_stream(worker, name)
         self._selector.close()
 
     def _add(self, spec: WorkerSpec, label: Label) -> None:
@@ -198,59 +189,42 @@ class Supervisor:
     def _start_next(self) -> None:
         key = self._unstarted.popleft()
         worker = self._workers[key]
-        out_read, out_write = os.pipe()
-        err_read, err_write = os.pipe()
-        try:
-            self._add_stream(worker, out_read, is_error=False)
-            self._add_stream(worker, err_read, is_error=True)
-            self._running.add(key)
-            self._starting += 1
-            self._nursery.start(key, worker.spec, out_write, err_write)
-        finally:
-            os.close(out_write)
-            os.close(err_write)
+        worker.streams = {
+            "out": _Stream(worker.label, is_error=False),
+            "err": _Stream(worker.label, is_error=True),
+        }
+        self._running.add(key)
+        self._starting += 1
+        self._nursery.start(key, worker.spec)
 
-    def _add_stream(self, worker: _Worker, descriptor: int, *, is_error: bool) -> None:
-        os.set_blocking(descriptor, False)
-        stream = _Stream(descriptor, worker.label, is_error, worker.tail)
-        worker.streams.append(stream)
-        self.watch(descriptor, lambda: self._read_stream(worker, stream))
-
-    def _read_stream(self, worker: _Worker, stream: _Stream) -> bool:
-        """Reads once; returns whether there may be more to read now."""
-        if stream not in worker.streams:
-            return False  # it ended in the same round
-        try:
-            data = os.read(stream.descriptor, _READ_BYTES)
-        except BlockingIOError:
-            return False
+    def _show(self, worker: _Worker, name: str, data: bytes) -> None:
+        """Shows a piece of output; an empty piece is the end of its stream."""
+        stream = worker.streams.get(name)
+        if stream is None:
+            return
         if not data:
-            self._end_stream(worker, stream)
-            return False
-        self._write(stream, stream.lines.feed(data))
+            self._end_stream(worker, name)
+            return
+        self._write(worker, stream, stream.lines.feed(data))
         stream.show_at_s = time.monotonic() + QUIET_S if stream.lines.partial else None
-        return True
 
-    def _write(self, stream: _Stream, lines: list[bytes]) -> None:
+    def _write(self, worker: _Worker, stream: _Stream, lines: list[bytes]) -> None:
         self._shown += len(lines)
         if stream.is_error and lines:
-            stream.tail.extend(lines)
-            stream.tail.shown_at = self._shown
+            worker.tail.extend(lines)
+            worker.tail.shown_at = self._shown
         self._console.write_lines(stream.label, lines, is_error=stream.is_error)
 
-    def _end_stream(self, worker: _Worker, stream: _Stream) -> None:
-        worker.streams.remove(stream)
-        self._selector.unregister(stream.descriptor)
-        os.close(stream.descriptor)
-        self._write(stream, stream.lines.finish())
+    def _end_stream(self, worker: _Worker, name: str) -> None:
+        stream = worker.streams.pop(name)
+        self._write(worker, stream, stream.lines.finish())
 
     def _streams(self) -> list[_Stream]:
-        return [stream for worker in self._workers.values() for stream in worker.streams]
+        return [each for worker in self._workers.values() for each in worker.streams.values()]
 
     def _wait_s(self, timeout_s: float | None) -> float | None:
         now_s = time.monotonic()
-        deadlines = [stream.show_at_s for stream in self._streams()]
-        deadlines += [self._drain_until_s, self._console.due_s()]
+        deadlines = [self._drain_until_s, *(stream.show_at_s for stream in self._streams())]
         waits = [max(0.0, deadline - now_s) for deadline in deadlines if deadline is not None]
         return min(waits + ([] if timeout_s is None else [timeout_s]), default=None)
 
@@ -263,14 +237,16 @@ class Supervisor:
                     stream.label, stream.lines.partial, is_error=stream.is_error
                 )
 
-    def _read_events(self) -> None:
+    def _receive(self) -> None:
         for event in self._nursery.receive():
             worker = self._workers.get(event.get("key", ""))
             if worker is not None:
                 self._handle(event, worker)
 
     def _handle(self, event: Message, worker: _Worker) -> None:
-        if event["event"] == "started":
+        if event["event"] == "output":
+            self._show(worker, event["stream"], event["data"])
+        elif event["event"] == "started":
             worker.pid = event["pid"]
             worker.started_s = time.monotonic()
             self._starting -= 1
@@ -289,9 +265,6 @@ class Supervisor:
         self._running.discard(event["key"])
         if not worker.pid:  # its host was lost before it had started
             self._starting -= 1
-        for stream in list(worker.streams):
-            while self._read_stream(worker, stream):
-                pass
         now_s = time.monotonic()
         self._drain_until_s = None if self._running else now_s + DRAIN_LIMIT_S
         # The counters of this host say nothing about a worker of another one.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torchweft import knobs
-from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.arguments import check_callable, check_type, checked_int, is_number, wrong_type
+from torchweft.errors import ConfigurationError
 from torchweft.launch.nursery import Nursery
-from torchweft.launch.scrapes import Scrapes
-from torchweft.launch.worker import check_seed, identity_environment
+from torchweft.launch.worker import Scrapes, check_seed, identity_environment
 from torchweft.scraping import VARIABLE, address_in
 
 if TYPE_CHECKING:
@@ -55,20 +54,20 @@ class Terms:
 
             fitting = "torchweft.rpc.RpcBackendOptions(...)"
             check_type(self.options, RpcBackendOptions, "rpc_backend_options", fitting)
-        if self.setup is not None and not callable(self.setup):
-            raise ArgumentTypeError(
-                f"setup is a {type(self.setup).__name__}; pass a function without arguments"
-            )
+        check_callable("setup", self.setup, "pass a function without arguments")
         check_seed(self.seed)
-        check_seconds(self.leave_timeout_s, "leave_timeout")
-        if self.threads is not None:
-            check_type(self.threads, int, "threads", "threads=2")
-            if self.threads < 1:
-                raise ConfigurationError(f"threads is {self.threads}; it must be at least 1")
+        if not is_number(self.leave_timeout_s):
+            raise wrong_type("leave_timeout", self.leave_timeout_s, "pass a number of seconds")
+        if not self.leave_timeout_s > 0:
+            raise ConfigurationError(
+                f"leave_timeout is {self.leave_timeout_s}; it must be more than 0 seconds"
+            )
+        if self.threads is not None and checked_int("threads", self.threads) < 1:
+            raise ConfigurationError(f"threads is {self.threads}; it must be at least 1")
+        if not isinstance(self.metrics, (str, int, type(None))):
+            raise wrong_type("metrics", self.metrics, "pass metrics='0.0.0.0:9400', or a port")
         self._check_env()
         self._check_devices()
-        if self.metrics is not None:
-            check_type(self.metrics, (str, int), "metrics", "metrics='0.0.0.0:9400', or a port")
         self.scrapes()
 
     def environment(self, base: Environment) -> dict[str, str]:
@@ -162,31 +161,6 @@ class Terms:
                     f"devices has {device!r}, but PyTorch finds {_cuda_count()} CUDA devices here; "
                     "devices='cpu' works anywhere"
                 )
-
-
-def check_type(value: Any, expected: type | tuple[type, ...], argument: str, fitting: str) -> None:
-    """Raises ArgumentTypeError if an argument has another type.
-
-    Args:
-        value: The argument.
-        expected: Its type; a boolean does not count as an ``int``.
-        argument: Its name.
-        fitting: A valid argument, for the message.
-    """
-    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        raise ArgumentTypeError(
-            f"{argument} is a {type(value).__name__}, {value!r}; pass {fitting}"
-        )
-
-
-def check_seconds(value: float, argument: str) -> None:
-    """Raises ConfigurationError if a time limit is invalid."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentTypeError(
-            f"{argument} is a {type(value).__name__}, {value!r}; pass a number of seconds"
-        )
-    if not value > 0 or math.isnan(value):
-        raise ConfigurationError(f"{argument} is {value}; it must be more than 0 seconds")
 
 
 def _check_variables(variables: Any, argument: str) -> None:

@@ -1,4 +1,4 @@
-"""Defines what the launcher needs to start a worker: its name, number, environment and seed.
+"""Defines what the launcher needs to start a worker: name, number, environment, seed, metrics.
 
 A forked process inherits its parent's random number generators and their state. Python reseeds its
 own after a fork. The generators of NumPy and PyTorch would produce the same numbers in every
@@ -15,8 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.arguments import checked_int
+from torchweft.engine.io.addresses import is_loopback, is_unspecified
+from torchweft.errors import ConfigurationError
 from torchweft.ids import check_worker_name
+from torchweft.scraping import VARIABLE, Address, check_free, check_package
 
 MOST_WORKERS = 1 << 16
 """No launcher could start more: each is a process."""
@@ -157,12 +160,7 @@ def check_seed(seed: int | None) -> None:
     """Raises ConfigurationError if the seed is invalid."""
     if seed is None:
         return
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ArgumentTypeError(
-            f"seed is a {type(seed).__name__}, {seed!r}; it must be an int, or None for "
-            "different numbers in each run"
-        )
-    if seed < 0:
+    if checked_int("seed", seed) < 0:
         raise ConfigurationError(f"seed is {seed}; it must be 0 or more")
 
 
@@ -198,3 +196,71 @@ def seed_generators(seed: int | None) -> None:
             torch.seed()
         else:
             torch.manual_seed(seed)
+
+
+# Metrics
+
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Scrapes:
+    """Where each worker of a run serves its metrics.
+
+    Attributes:
+        address: The address, and the first port.
+        local_ranks: Each worker's number among those of its host. The worker adds it to its port.
+        shift: Added to all ports.
+        by_rank: Whether several hosts of the launcher may be one machine, so that the port is
+            numbered by rank.
+    """
+
+    address: Address
+    local_ranks: Mapping[str, int]
+    shift: int = 0
+    by_rank: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.local_ranks:
+            self.of(name)
+
+    def of(self, name: str) -> Address:
+        """Returns the address of a worker."""
+        ranks = list(self.local_ranks)
+        number = ranks.index(name) if self.by_rank else self.local_ranks[name]
+        return self.address.plus(self.shift + number)
+
+    def variables(self, name: str) -> dict[str, str]:
+        """Returns the variable that tells a worker the port for local rank 0."""
+        return {VARIABLE: str(self.of(name).plus(-self.local_ranks[name]))}
+
+    def check_here(self) -> None:
+        """Checks that the workers, all on this host, can serve.
+
+        Raises:
+            ConfigurationError: The extra is missing, or an address cannot be listened at.
+        """
+        check_package()
+        check_free(map(self.of, self.local_ranks))
+
+    def text(self, hosts: Mapping[str, tuple[str, str]] | None = None) -> str:
+        """Returns where to scrape, as text.
+
+        Args:
+            hosts: Name and address of each worker's host; None if that is this one.
+        """
+        shown = [self._text_of(name, hosts) for name in list(self.local_ranks)[:_MOST_SHOWN]]
+        left = len(self.local_ranks) - len(shown)
+        more = f", and {left} more at the ports that follow" if left else ""
+        return f"metrics: {', '.join(shown)}{more}"
+
+    def _text_of(self, name: str, hosts: Mapping[str, tuple[str, str]] | None) -> str:
+        address = self.of(name)
+        if hosts is None:
+            return f"{name} {address.url}"
+        host, reached_at = hosts[name]
+        if is_loopback(address.host):
+            return f"{name} {address.url} on {host}"
+        if is_unspecified(address.host):
+            address = address._replace(host=reached_at)
+        return f"{name} {address.url}"

@@ -25,10 +25,8 @@ def test_a_manifest_says_how_to_make_its_secret(capsys: pytest.CaptureFixture[st
 
 
 def test_a_script_need_not_be_here(capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["--kind", "trainjob", "-n", "2", "/app/train.py"]
-    assert main(["manifest", *IMAGE, *more]) == 0
-    kinds = [each["kind"] for each in yaml.safe_load_all(capsys.readouterr().out)]
-    assert kinds == ["TrainingRuntime", "TrainJob"]
+    assert main(["manifest", *IMAGE, "-n", "2", "/app/train.py"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["kind"] == "JobSet"
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
+import io
 import itertools
-import threading
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft import knobs
 from torchweft.errors import LaunchError
-from torchweft.launch import console
 from torchweft.launch.console import (
     CLEAR_LINE,
     LINE_LIMIT_BYTES,
@@ -18,7 +17,6 @@ from torchweft.launch.console import (
     InterpreterSink,
     Label,
     LineAssembler,
-    PromptSink,
 )
 
 FIRST = Label("ps", 0, 7)
@@ -46,7 +44,6 @@ def test_names_stand_in_one_column_before_every_line() -> None:
     made, sink = make_console(is_terminal=False)
     made.write_lines(FIRST, [b"one", b""], is_error=False)
     made.write_lines(SECOND, [b"two"], is_error=True)
-    made.show_held()
     assert sink.text == b"[ps]      one\n[ps]      \n[trainer] two\n"
 
 
@@ -55,7 +52,6 @@ def test_standard_error_goes_to_standard_error() -> None:
     made = Console(out, err, {})
     made.write_lines(FIRST, [b"result"], is_error=False)
     made.write_lines(FIRST, [b"warning"], is_error=True)
-    made.show_held()
     assert (out.text, err.text) == (b"[ps]      result\n", b"[ps]      warning\n")
 
 
@@ -94,48 +90,21 @@ def test_a_file_gets_whole_lines_only() -> None:
     assert sink.text == b""
 
 
-def test_equal_lines_of_many_workers_are_one_line_of_standard_error() -> None:
-    made, sink = make_console(is_terminal=False)
-    for rank in range(4):
-        made.write_lines(Label(f"worker{rank}", rank, 7), [b"group is ready"], is_error=True)
-    made.write_lines(SECOND, [b"alone"], is_error=True)
-    assert sink.text == b""
-    due_s = made.due_s()
-    assert due_s is not None
-    made.show_held(due_s - 1e-6)
-    assert sink.text == b""
-    made.announce("the end")
-    assert sink.text == (b"[worker0 and 3 others] group is ready\n[trainer] alone\nthe end\n")
-    assert made.due_s() is None
-
-
-def test_folding_can_be_switched_off() -> None:
-    with knobs.FOLD_LINES.override(0):
-        made, sink = make_console(is_terminal=False)
-    made.write_lines(FIRST, [b"at once"], is_error=True)
-    assert sink.text == b"[ps]      at once\n"
-    assert made.due_s() is None
-
-
 def test_a_replaced_standard_output_is_written_to(capsys: pytest.CaptureFixture[str]) -> None:
     InterpreterSink("stdout").write("grüße\n".encode() + b"\xff\n")
     assert capsys.readouterr().out == "grüße\n\ufffd\n"
 
 
-def test_at_the_prompt_output_comes_before_a_new_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = MemorySink(is_terminal=True)
-    monkeypatch.setattr(console, "_is_at_prompt", lambda: True)
-    monkeypatch.setattr(console, "_prompt", lambda: b">>> torchweft.clu")
-    PromptSink(sink).write(b"[worker0] hello\n")
-    assert sink.text == CLEAR_LINE + b"[worker0] hello\n>>> torchweft.clu"
+def test_at_the_prompt_whole_lines_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert InterpreterSink("stdout").is_terminal()
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert not InterpreterSink("stdout").is_terminal()
 
 
-def test_code_that_runs_is_not_at_the_prompt() -> None:
-    answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(console._is_at_prompt()))
-    thread.start()
-    thread.join()
-    assert answers == [False]
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 # The lines of one stream

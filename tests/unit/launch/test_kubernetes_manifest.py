@@ -1,4 +1,4 @@
-"""Objects for Kubernetes, against the fields that JobSet and Kubeflow Trainer publish.
+"""Objects for Kubernetes, against the fields that JobSet publishes.
 
 The client's classes check the parts that are Kubernetes' own, in ``tests/launchers``.
 """
@@ -14,8 +14,7 @@ from tests.kubernetes_pods import fields_of, pod_of, variables_of
 from torchweft.errors import ConfigurationError
 from torchweft.launch.job import program_job
 from torchweft.launch.kubernetes import Kubernetes
-from torchweft.launch.kubernetes_manifest import Object, documents, job_set, secret_of
-from torchweft.launch.kubernetes_pods import Pods
+from torchweft.launch.kubernetes_manifest import Object, Pods, job_set, secret_of
 from torchweft.rpc.placement import find
 from torchweft.scraping import Address
 
@@ -37,8 +36,8 @@ FAILURE_POLICY = {"maxRestarts", "restartStrategy", "rules"}
 
 
 def pods(**more: Any) -> Pods:
-    fields = {"image": "r/train:1", "command": ["python", "a.py"], "name": "demo", "workers": 3}
-    return Pods(**(fields | more))
+    fields = {"image": "r/train:1", "command": ["python", "a.py"], "name": "demo"}
+    return Pods(**(fields | {"names": ["w0", "w1", "w2"]} | more))
 
 
 def check_job_set(spec: Object) -> None:
@@ -53,7 +52,7 @@ def check_job_set(spec: Object) -> None:
 
 
 def test_a_worker_finds_its_place_in_a_job_set() -> None:
-    job = job_set(pods(name_prefix="trainer", restarts=4, master_port=77))
+    job = job_set(pods(names=[f"trainer{rank}" for rank in range(3)], restarts=4, master_port=77))
     check_job_set(job["spec"])
     assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert job["spec"]["failurePolicy"] == {"maxRestarts": 4}
@@ -76,36 +75,18 @@ def test_named_workers_are_replicated_jobs() -> None:
     assert [find(each).rank for each in found] == [0, 1, 2]
     assert {find(each).meeting.place for each in found} == {"demo-rank0-0-0.demo:29500"}
     made = pods(names=["ps", "a:b", "C_d"])
-    assert [made.worker_at(f"rank{rank}", 0) for rank in range(3)] == ["ps", "a:b", "C_d"]
+    assert [made.worker_in(pod_at(f"rank{rank}", 0)) for rank in range(3)] == ["ps", "a:b", "C_d"]
+    assert pods().worker_in(pod_at("worker", 2)) == "w2"
+    assert pods().worker_in(pod_at("worker", 3)) == pods().worker_in(pod_at("worker", "x")) == "pod"
 
 
-def test_a_train_job_brings_its_runtime() -> None:
-    runtime, job = documents("trainjob", pods(namespace="team", name_prefix="trainer"))
-    assert {each["apiVersion"] for each in (runtime, job)} == {"trainer.kubeflow.org/v1alpha1"}
-    assert {each["metadata"]["namespace"] for each in (runtime, job)} == {"team"}
-    assert job["spec"].keys() == {"runtimeRef", "trainer"}
-    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"] == "TrainingRuntime"
-    assert runtime["spec"]["mlPolicy"] == {"numNodes": 3, "torch": {"numProcPerNode": 1}}
-    inner = runtime["spec"]["template"]["spec"]
-    check_job_set(inner)
-    (replicated,) = inner["replicatedJobs"]
-    labels = replicated["template"]["metadata"]["labels"]
-    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    pod = pod_of(runtime["spec"]["template"])
-    assert [replicated["name"], pod["containers"][0]["name"]] == ["node", "node"]
-    variables = variables_of(pod, fields_of(2))
-    assert variables["WEFT_WORKER_NAME"] == "trainer2"
-    # Kubeflow refuses these, and adds PET_ variables, from which the worker finds its place.
-    assert not variables.keys() & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    kubeflow = {
-        "PET_NNODES": "3",
-        "PET_NPROC_PER_NODE": "1",
-        "PET_NODE_RANK": "2",
-        "PET_MASTER_ADDR": "demo-node-0-0.demo",
-        "PET_MASTER_PORT": "29500",
+def pod_at(group: str, index: object) -> Object:
+    """Returns a pod that was created for a replicated job and an index."""
+    labels = {
+        "jobset.sigs.k8s.io/replicatedjob-name": group,
+        "batch.kubernetes.io/job-completion-index": str(index),
     }
-    assert find(variables | kubeflow).rank == 2
+    return {"metadata": {"name": "pod", "labels": labels}}
 
 
 def test_pods_are_confined() -> None:
@@ -172,7 +153,7 @@ def test_resources() -> None:
 
 def test_nothing_is_expanded_in_arguments_and_variables() -> None:
     texts = {"A": "$(WORLD_SIZE)", "B": "$$(RANK) $$ $HOME", "C": "$$$(RANK)"}
-    job = job_set(pods(command=["python", "$(RANK) $$"], environment=texts))
+    job = job_set(pods(command=["python", "$(RANK) $$"], env=texts))
     (container,) = pod_of(job)["containers"]
     assert container["command"] == ["python", "$$(RANK) $$$$"]
     seen = variables_of(pod_of(job), fields_of(0))
@@ -206,12 +187,9 @@ def test_the_secret_belongs_to_the_run() -> None:
         ({"shared_memory": ""}, "shared_memory is ''"),
         ({"gpus": -1}, "gpus is -1; it must be at least 0"),
         ({"user": 0}, "user is 0; it must be at least 1"),
-        ({"workers": 0}, "the number of workers is 0"),
-        ({"names": ["a", "a", "b"]}, "worker name 'a' is given twice"),
-        ({"environment": {"RANK": "1"}}, "variable RANK is set for each pod"),
-        ({"environment": {"PET_X": "1"}}, "variable PET_X is set for each pod"),
-        ({"environment": {"WEFT_SECRET": "1"}}, "WEFT_SECRET is set for each pod, or from a Sec"),
-        ({"environment": {"a-b": "1"}}, "'a-b' is no name of an environment variable"),
+        ({"env": {"RANK": "1"}}, "variable RANK is set for each pod"),
+        ({"env": {"WEFT_SECRET": "1"}}, "WEFT_SECRET is set for each pod, or from a Sec"),
+        ({"env": {"a-b": "1"}}, "'a-b' is no name of an environment variable"),
     ],
 )
 def test_bad_values(fields: Any, message: str) -> None:
@@ -219,39 +197,19 @@ def test_bad_values(fields: Any, message: str) -> None:
         pods(**fields)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "message"),
-    [
-        ("trainjob", {"names": ["a", "b", "c"]}, "use --name-prefix in place of --names"),
-        ("trainjob", {"master_port": 5}, "leave --master-port out"),
-        ("jobsets", {}, "there is no kind 'jobsets'; did you mean 'jobset'?"),
-    ],
-)
-def test_what_a_kind_does_not_offer(kind: str, fields: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(message)):
-        documents(kind, pods(**fields))
-
-
 def test_names_that_are_a_prefix_and_the_rank() -> None:
     job = program_job(["here/python", "train.py"])
-    launcher = Kubernetes("r/train:1", python="python3")
-    made = launcher.pods(["w0", "w1"], job, 0, 0)
-    assert (made.names, made.name_prefix, list(made.command)) == (
-        None,
-        "w",
-        ["python3", "train.py"],
-    )
-    assert launcher.pods(["0", "1"], job, 0, 0).names == ["0", "1"]
-    assert launcher.pods(["w0", "w2"], job, 0, 0).names == ["w0", "w2"]
+    made = Pods(image="r/train:1", python="python3").with_program(["w0", "w1"], job)
+    assert (made.prefix, list(made.command)) == ("w", ["python3", "train.py"])
+    assert made.with_program(["0", "1"], job).prefix == ""
+    assert made.with_program(["w0", "w2"], job).prefix == ""
     with pytest.raises(ConfigurationError, match="start_timeout_s is 0"):
         Kubernetes("r/train:1", start_timeout_s=0)
 
 
-@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
-def test_pods_that_serve_metrics_say_so_to_prometheus(kind: str) -> None:
-    made = documents(kind, pods(metrics=Address("0.0.0.0", 9400)))[0]
-    spec = made["spec"] if kind == "jobset" else made["spec"]["template"]["spec"]
-    template = spec["replicatedJobs"][0]["template"]["spec"]["template"]
+def test_pods_that_serve_metrics_say_so_to_prometheus() -> None:
+    (replicated,) = job_set(pods(metrics=Address("0.0.0.0", 9400)))["spec"]["replicatedJobs"]
+    template = replicated["template"]["spec"]["template"]
     assert template["metadata"]["annotations"] == {
         "prometheus.io/scrape": "true",
         "prometheus.io/port": "9400",

@@ -14,8 +14,9 @@ import torchweft
 from torchweft.cli.main import main
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch import launchers
-from torchweft.launch.launchers import Launcher, Order, launcher_of, load
-from torchweft.launch.local_cluster import Cluster
+from torchweft.launch.clusters import Cluster
+from torchweft.launch.launchers import Launcher, launcher_of, load
+from torchweft.launch.run import Order
 from torchweft.launch.terms import Terms
 
 
@@ -95,7 +96,7 @@ def test_launchers_that_cannot_be_used(
 
 def test_what_on_may_be() -> None:
     value: Any = 5
-    with pytest.raises(ArgumentTypeError, match="on is a int, 5; pass a name like 'local'"):
+    with pytest.raises(ArgumentTypeError, match="on is 5, an int; pass a name like 'local'"):
         torchweft.cluster(2, on=value)
     with pytest.raises(ConfigurationError, match=r"ssh needs hosts.*Ssh\('a,b:4'\)"):
         launcher_of("ssh")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from torchweft.errors import ConfigurationError
-from torchweft.launch.scrapes import Scrapes
 from torchweft.launch.terms import Terms
+from torchweft.launch.worker import Scrapes
 from torchweft.scraping import Address, address_in
 
 TWO_HOSTS = {"a": 0, "b": 1, "c": 0, "d": 1}

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from torchweft.errors import ConfigurationError, LaunchError
-from torchweft.launch import slurm, slurm_job
-from torchweft.launch.slurm import Slurm
-from torchweft.launch.slurm_job import BatchJob, ask, state_of
+from torchweft.launch import slurm
+from torchweft.launch.slurm import BatchJob, Slurm, ask, state_of
+
+nodes = slurm._nodes
 
 
 @pytest.fixture(autouse=True)
 def with_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda command: f"/usr/bin/{command}")
-    monkeypatch.setattr(slurm, "ask", lambda *command: "n1\nn2\nn3\n")
+    monkeypatch.setattr(slurm, "_nodes", lambda text: ["n1", "n2", "n3"])
     for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -53,6 +54,13 @@ def test_a_task_of_several_has_no_allocation_to_use(monkeypatch: pytest.MonkeyPa
     assert Slurm(5).count(None) == 5
 
 
+def test_nodes_that_commands_would_take_for_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "ask", lambda *command: "n1\n-oops\n")
+    for text in ("n1,-oops", "-oops"):
+        with pytest.raises(ConfigurationError, match="names a node '-oops', which begins with a"):
+            nodes(text)
+
+
 @pytest.mark.parametrize("arguments", [(0,), (1, 0)])
 def test_numbers_that_cannot_be(arguments: tuple[int, ...]) -> None:
     with pytest.raises(ConfigurationError, match="is 0; it must be at least 1"):
@@ -85,6 +93,6 @@ def test_a_submission_that_is_not_answered_ends(
     hanging.write_text("#!/bin/sh\nexec sleep 60\n")
     hanging.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(slurm_job, "_SUBMIT_LIMIT_S", 0.1)
+    monkeypatch.setattr(slurm, "_SUBMIT_LIMIT_S", 0.1)
     with pytest.raises(LaunchError, match=r"sbatch has not answered within 0.1 s.*squeue --me"):
         BatchJob.submit("true", [])

@@ -8,7 +8,7 @@ from tests.tables import cases
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch import cluster, terms
 from torchweft.launch.console import Console
-from torchweft.launch.run import run_workers
+from torchweft.launch.run import Order, run_here
 from torchweft.launch.terms import Terms
 
 NAMES = ["ps", "trainer"]
@@ -17,23 +17,23 @@ NAMES = ["ps", "trainer"]
 @cases(
     ("arguments", "message"),
     [
-        ({"workers": "2"}, "workers is a str, '2'; pass how many there are: workers=2"),
-        ({"workers": True}, "workers is a bool, True"),
-        ({"names": "ab"}, "names is a str, 'ab'; pass a list: names="),
-        ({"names": [1, 2]}, "a name of names= is a int, 1; pass a str"),
-        ({"workers": 1, "name": 3}, "name is a int, 3"),
-        ({"workers": 1, "restarts": "1"}, "restarts is a str, '1'; pass restarts=2"),
-        ({"workers": 1, "nursery": 3}, "nursery is a int, 3; pass a torchweft.launch.Nursery"),
-        ({"workers": 1, "rpc_backend_options": {}}, r"rpc_backend_options is a dict, \{\}; pass"),
-        ({"workers": 1, "setup": 3}, "setup is a int; pass a function without arguments"),
-        ({"workers": 1, "seed": "0"}, "seed is a str, '0'"),
-        ({"workers": 1, "threads": 1.5}, "threads is a float, 1.5; pass threads=2"),
-        ({"workers": 1, "leave_timeout": "1"}, "leave_timeout is a str, '1'; pass a number"),
-        ({"workers": 1, "env": "A=1"}, "env is a str, 'A=1'; pass env="),
-        ({"workers": 1, "env": {"A": 1}}, r"env\['A'\] is a int, 1; pass '1'"),
-        ({"workers": 1, "env": {"worker0": {"A": 1}}}, r"env\['worker0'\]\['A'\] is a int, 1"),
-        ({"workers": 1, "devices": 0}, "devices is a int, 0; pass devices="),
-        ({"workers": 1, "devices": [0]}, "a device of devices= is a int, 0; pass 'cuda:0'"),
+        ({"workers": "2"}, "workers is '2', a str; pass an integer"),
+        ({"names": "ab"}, "names is 'ab', a str; pass a list: names="),
+        ({"names": [1, 2]}, "a name of names= is 1, an int; pass a str"),
+        ({"workers": 1, "name": 3}, "name is 3, an int"),
+        ({"workers": 1, "restarts": "1"}, "restarts is '1', a str; pass restarts=2"),
+        ({"workers": 1, "nursery": 3}, "nursery is 3, an int; pass a torchweft.launch.Nursery"),
+        ({"workers": 1, "rpc_backend_options": {}}, "rpc_backend_options is a dict; pass"),
+        ({"workers": 1, "setup": 3}, "setup is 3, an int; pass a function without arguments"),
+        ({"workers": 1, "seed": "0"}, "seed is '0', a str"),
+        ({"workers": 1, "threads": 1.5}, "threads is 1.5, a float; pass an integer"),
+        ({"workers": 1, "leave_timeout": "1"}, "leave_timeout is '1', a str; pass a number"),
+        ({"workers": 1, "metrics": 1.5}, "metrics is 1.5, a float; pass metrics="),
+        ({"workers": 1, "env": "A=1"}, "env is 'A=1', a str; pass env="),
+        ({"workers": 1, "env": {"A": 1}}, r"env\['A'\] is 1, an int; pass '1'"),
+        ({"workers": 1, "env": {"worker0": {"A": 1}}}, r"env\['worker0'\]\['A'\] is 1, an int"),
+        ({"workers": 1, "devices": 0}, "devices is 0, an int; pass devices="),
+        ({"workers": 1, "devices": [0]}, "a device of devices= is 0, an int; pass 'cuda:0'"),
     ],
 )
 def test_arguments_of_a_wrong_type_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -48,7 +48,7 @@ def test_a_variable_that_is_unknown_is_refused_before_anything_is_started(
     with pytest.raises(ConfigurationError, match="did you mean 'WEFT_RPC_TIMEOUT_S'"):
         cluster(workers=2)
     with pytest.raises(ConfigurationError, match="did you mean 'WEFT_RPC_TIMEOUT_S'"):
-        run_workers(["a"], {}, console=cast(Console, None))
+        run_here(Order(["a"], {}, cast(Console, None)))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from torchweft.launch import ray_bundles
-from torchweft.launch.ray_bundles import ActorLink, Bundles
+from torchweft.launch import ray as launcher
+from torchweft.launch.ray import ActorLink, Bundles
 
 LOST = "The actor died unexpectedly before finishing this task."
 
@@ -43,7 +43,7 @@ def link_to(monkeypatch: pytest.MonkeyPatch, exit_code: Callable[[float], int]) 
         get=lambda reference: reference(),
         exceptions=types.SimpleNamespace(RayActorError=LookupError),
     )
-    monkeypatch.setattr(ray_bundles, "package", lambda: ray)
+    monkeypatch.setattr(launcher, "package", lambda: ray)
     bundles = Bundles([{"CPU": 1}], "PACK", {})
     monkeypatch.setattr(bundles, "actor", lambda index: Actor(exit_code))
     return ActorLink(bundles, 0, ["agent"], {})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchweft.errors import ConfigurationError
-from torchweft.launch.meeting import FileMeeting, PortMeeting, ReservedPort
+from torchweft.launch.run import FileMeeting, PortMeeting
 
 OUTSIDE = {"HOME": "/home/me", "WORLD_SIZE": "77", "MASTER_ADDR": "far", "MASTER_PORT": "1"}
 
@@ -54,6 +54,10 @@ def test_a_store_that_the_user_named_is_left_to_him(tmp_path: Path) -> None:
     meeting.close()
 
 
+def port_of(meeting: PortMeeting) -> int:
+    return int(meeting.environment({})["MASTER_PORT"])
+
+
 def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,9 +69,9 @@ def listen(host: str, port: int) -> socket.socket:
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
 def test_a_worker_can_listen_on_the_reserved_port(host: str) -> None:
     with (
-        closing(ReservedPort()) as port,
-        listen(host, port.number) as listener,
-        socket.create_connection(("127.0.0.1", port.number)) as client,
+        closing(PortMeeting(1)) as meeting,
+        listen(host, port_of(meeting)) as listener,
+        socket.create_connection(("127.0.0.1", port_of(meeting))) as client,
     ):
         accepted, _ = listener.accept()
         accepted.close()
@@ -75,12 +79,12 @@ def test_a_worker_can_listen_on_the_reserved_port(host: str) -> None:
 
 
 def test_nobody_else_is_given_the_reserved_port() -> None:
-    with closing(ReservedPort()) as port:
-        others = [ReservedPort() for _ in range(200)]
-        numbers = {other.number for other in others}
+    with closing(PortMeeting(1)) as meeting:
+        others = [PortMeeting(1) for _ in range(200)]
+        numbers = {port_of(other) for other in others}
         for other in others:
             other.close()
-    assert port.number not in numbers
+        assert port_of(meeting) not in numbers
     assert len(numbers) == 200
 
 
@@ -88,4 +92,4 @@ def test_a_port_in_use_is_refused() -> None:
     with listen("127.0.0.1", 0) as listener:
         number = listener.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"port {number} cannot be used"):
-            ReservedPort(number)
+            PortMeeting(1, number)
