@@ -53,7 +53,6 @@ class Settings(NamedTuple):
         limit_s: How long a stage waits for a value of another stage.
         maker: Makes the optimizers that an asynchronous schedule steps.
         check_finite: Whether stages look for NaN and infinity.
-        share_memory: Whether values between stages are computed into shared memory.
     """
 
     loss: Callable[[Any, Any], Tensor] | None
@@ -62,7 +61,6 @@ class Settings(NamedTuple):
     limit_s: float
     maker: OptimizerMaker | None
     check_finite: bool
-    share_memory: bool
 
     @property
     def answer_s(self) -> float:
@@ -185,7 +183,6 @@ class Deployment:
             settings.limit_s,
             current().me.name,
             settings.check_finite,
-            settings.share_memory,
         )
         if self.endless:
             streamed = stream_host.StreamAssignment(*given, self.endless, settings.is_mean)

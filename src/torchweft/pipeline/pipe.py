@@ -66,9 +66,6 @@ class Pipe(Closing):
             returns the optimizer that ``run`` steps there.
         check_finite: Whether each worker checks what its stages send, the loss and the gradients of
             the weights. The first stage with NaN or an infinity ends the step with ``NotFinite``.
-        share_memory: Whether large activations and gradients are computed into memory that the
-            workers of a host share, and travel without a copy. No stage may change its inputs or,
-            after its forward, its outputs in place; one that does ends the step with an error.
 
     Raises:
         StageMismatch: With an example, a stage cannot take the values that it gets.
@@ -113,7 +110,6 @@ class Pipe(Closing):
         example: Any = None,
         optimizer: OptimizerMaker | None = None,
         check_finite: bool = False,
-        share_memory: bool = False,
     ) -> None:
         check_choice("checkpoint", checkpoint, ("never", "except_last", "always"))
         check_choice("reduction", reduction, ("mean", "sum"))
@@ -121,7 +117,7 @@ class Pipe(Closing):
         check_callable("optimizer", optimizer, _ON_WORKERS)
         limit_s = limit_of(timeout, WAIT_S)
         self._settings = Settings(
-            loss, checkpoint, reduction == "mean", limit_s, optimizer, check_finite, share_memory
+            loss, checkpoint, reduction == "mean", limit_s, optimizer, check_finite
         )
         self._schedule = schedule
         self._mode: bool | None = None

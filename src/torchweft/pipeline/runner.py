@@ -75,7 +75,6 @@ class Assignment:
         timeout_s: How long to wait for one message.
         driver: The name of the driver.
         check_finite: Whether the stages check that their results are finite.
-        share_memory: Whether their values for others are computed into shared memory.
     """
 
     pipe: int
@@ -91,7 +90,6 @@ class Assignment:
     timeout_s: float
     driver: str
     check_finite: bool
-    share_memory: bool
 
 
 class Start(NamedTuple):
@@ -146,7 +144,6 @@ class Runner:
                 if stage == last and assignment.loss is not None
                 else None,
                 self._checkpoints,
-                assignment.share_memory,
             )
             for stage, made in separated(assignment.stages).items()
         }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch.utils import _pytree
 
 from torchweft.autograd.component import accumulate
 from torchweft.errors import ConfigurationError
-from torchweft.pipeline.sharing import Redirection
 from torchweft.pipeline.split import WeightPart, input_part
 from torchweft.pipeline.values import Packet, describe, make_packet, pick
 from torchweft.pipeline.wiring import BATCH, Wiring
@@ -53,10 +51,9 @@ class _Held:
         loss: The loss, with its graph, in the last stage.
         rerun: How to make the graph; None if it exists.
         rest: The second part of a backward that was split.
-        versions: If memory is shared, the versions of inputs and sent tensors.
     """
 
-    __slots__ = ("inputs", "loss", "rerun", "rest", "sent", "versions")
+    __slots__ = ("inputs", "loss", "rerun", "rest", "sent")
 
     def __init__(self) -> None:
         self.inputs: dict[int, list[Tensor]] = {}
@@ -64,14 +61,6 @@ class _Held:
         self.loss: Tensor | None = None
         self.rerun: _Rerun | None = None
         self.rest: WeightPart | None = None
-        self.versions: list[int] = []
-
-    def others(self) -> Iterator[tuple[int, Tensor]]:
-        """Returns the tensors whose memory another stage may see, each with that stage."""
-        for values in (self.inputs, self.sent):
-            for stage, tensors in values.items():
-                for tensor in tensors:
-                    yield stage, tensor
 
 
 class _Enter(torch.autograd.Function):
@@ -113,8 +102,6 @@ class StageRun:
         objective: For the last stage, its loss; None elsewhere.
         checkpoints: Whether to drop the activations of a micro-batch after its forward, and to run
             the forward again before its backward.
-        share_memory: Whether to compute large outputs, and gradients of inputs, into memory that
-            the workers of the host share.
     """
 
     def __init__(
@@ -124,7 +111,6 @@ class StageRun:
         wiring: Wiring,
         objective: Objective | None,
         checkpoints: Callable[[int], bool],
-        share_memory: bool = False,
     ) -> None:
         self.stage = stage
         self.module = module
@@ -136,12 +122,9 @@ class StageRun:
         self._is_spread = wiring.spreads and len(self._takes) == 1 and self._takes[0].key is None
         self._objective = objective
         self._checkpoints = checkpoints
-        self._outputs = Redirection() if share_memory else None
-        self._gradients = Redirection() if share_memory else None
         self._held: dict[int, _Held] = {}
         # A change of a value that other stages take, too, would be one that they do not see.
-        is_alone = all(wiring.consumers(each) == (stage,) for each in self.sources)
-        self._may_change = is_alone and not share_memory
+        self._may_change = all(wiring.consumers(each) == (stage,) for each in self.sources)
         self._changes_inputs: bool | None = None
         """Whether its forward changes its inputs in place; None until it is known."""
 
@@ -187,16 +170,10 @@ class StageRun:
         held = self._held[microbatch] = _Held()
         held.inputs = {source: packet.require_grad() for source, packet in packets.items()}
         arguments = self._arguments(packets)
-        outputs = self._outputs
-        if outputs is not None:
-            held.versions = [tensor._version for _, tensor in held.others()]
         rerun = None
         if self._checkpoints(microbatch):
             rerun = held.rerun = _Rerun(arguments, weights, target, torch.get_rng_state())
-        if outputs is not None:
-            with outputs.run(arguments), torch.set_grad_enabled(rerun is None):
-                output, held.loss = self._run(arguments, weights, target)
-        elif rerun is None:
+        if rerun is None:
             given = self._taken_in(arguments)
             before = None if given is arguments else _versions_of(arguments)
             output, held.loss = self._run(given, weights, target)
@@ -209,10 +186,6 @@ class StageRun:
         needs_grad = bool(rerun) and (any(held.inputs.values()) or bool(self.parameters()))
         for consumer in self.consumers:
             outgoing[consumer], held.sent[consumer] = self._packet(output, consumer, needs_grad)
-        if outputs is not None:
-            outputs.learn([tensor for sent in held.sent.values() for tensor in sent])
-            outgoing = {each: outputs.own(packet) for each, packet in outgoing.items()}
-            held.versions += [each._version for sent in held.sent.values() for each in sent]
         return outgoing, None if held.loss is None else held.loss.detach()
 
     def _taken_in(self, arguments: Sequence[Any]) -> Sequence[Any]:
@@ -306,15 +279,8 @@ class StageRun:
         """
         held = self._held[microbatch]
         roots, arrived = self._roots(held, gradients)
-        redirection = self._gradients
-        if redirection is None:
-            if roots:
-                accumulate(tuple(roots), tuple(arrived))
-        else:
-            with redirection.run(arrived):
-                if roots:
-                    accumulate(tuple(roots), tuple(arrived))
-            redirection.learn([leaf.grad for each in held.inputs.values() for leaf in each])
+        if roots:
+            accumulate(tuple(roots), tuple(arrived))
         del self._held[microbatch]
         return {
             source: [leaf.grad for leaf in leaves]
@@ -329,11 +295,7 @@ class StageRun:
         held = self._held[microbatch]
         roots, arrived = self._roots(held, gradients)
         leaves = [leaf for each in held.inputs.values() for leaf in each]
-        redirection = self._gradients
-        with nullcontext() if redirection is None else redirection.run(arrived):
-            found, held.rest = input_part(roots, arrived, leaves, self.parameters())
-        if redirection is not None:
-            redirection.learn(found)
+        found, held.rest = input_part(roots, arrived, leaves, self.parameters())
         results = iter(found)
         outgoing = {
             source: [next(results) for _ in each] for source, each in held.inputs.items() if each
@@ -361,8 +323,6 @@ class StageRun:
         self, held: _Held, gradients: Mapping[int, Sequence[Tensor | None]]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the tensors at which a backward begins, and their gradients."""
-        if held.versions:
-            self._check_unchanged(held)
         if held.rerun is not None:
             self._run_again(held, held.rerun)
         roots: list[Tensor] = []
@@ -379,15 +339,6 @@ class StageRun:
                     roots.append(tensor)
                     arrived.append(gradient)
         return roots, arrived
-
-    def _check_unchanged(self, held: _Held) -> None:
-        for (other, tensor), version in zip(held.others(), held.versions, strict=True):
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"it changed {describe(tensor)} in place, which it shares with stage {other}; "
-                    "use an operation that makes a new tensor, or make the pipeline without "
-                    "share_memory"
-                )
 
     def _run_again(self, held: _Held, rerun: _Rerun) -> None:
         """Makes the graph of a forward that was run without."""
