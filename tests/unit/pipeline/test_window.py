@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream
-from torchweft.pipeline.schedules.execution import chain, run
+from torchweft.pipeline.schedules.actions import chain, run
 from torchweft.pipeline.window import Window
 
 

@@ -9,10 +9,10 @@ its approximations, ``search`` the dynamic programme, ``plans`` the result. A pl
 by hand (``Plan.manual``), and its cuts by a single number for each layer (``balance``).
 """
 
+from torchweft.pipeline.errors import DoesNotFit, PartitionError
 from torchweft.pipeline.partition.balancing import balance
 from torchweft.pipeline.partition.cluster import Cluster
 from torchweft.pipeline.partition.costs import StageCost
-from torchweft.pipeline.partition.errors import DoesNotFit, PartitionError
 from torchweft.pipeline.partition.planner import plan
 from torchweft.pipeline.partition.plans import Plan, StagePlan
 from torchweft.pipeline.partition.profiler import profile

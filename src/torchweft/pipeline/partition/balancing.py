@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from torchweft.pipeline.partition.errors import PartitionError
+from torchweft.pipeline.errors import PartitionError
 from torchweft.pipeline.partition.profiles import LayerProfile, Profile
 from torchweft.pipeline.partition.search import Search
 

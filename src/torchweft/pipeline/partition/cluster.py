@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torchweft.pipeline.partition.errors import PartitionError
+from torchweft.pipeline.errors import PartitionError
 
 
 @dataclass(frozen=True, slots=True)

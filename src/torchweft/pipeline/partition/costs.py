@@ -59,8 +59,8 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from torchweft.pipeline.errors import PartitionError
 from torchweft.pipeline.partition.cluster import Cluster
-from torchweft.pipeline.partition.errors import PartitionError
 from torchweft.pipeline.partition.profiles import Profile
 from torchweft.pipeline.partition.text import span_text
 

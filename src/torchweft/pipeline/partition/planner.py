@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from torchweft.pipeline.errors import DoesNotFit, PartitionError
 from torchweft.pipeline.partition.cluster import Cluster
 from torchweft.pipeline.partition.costs import Array, Costs, Execution
-from torchweft.pipeline.partition.errors import DoesNotFit, PartitionError
 from torchweft.pipeline.partition.plans import Plan, misfit, predicted
 from torchweft.pipeline.partition.profiles import Profile
 from torchweft.pipeline.partition.search import Found, Search

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from torchweft.pipeline.errors import DoesNotFit, PartitionError
 from torchweft.pipeline.partition.cluster import Cluster
 from torchweft.pipeline.partition.costs import Costs, Execution, StageCost
-from torchweft.pipeline.partition.errors import DoesNotFit, PartitionError
 from torchweft.pipeline.partition.profiles import Profile, read_json
 from torchweft.pipeline.partition.text import (
     aligned,

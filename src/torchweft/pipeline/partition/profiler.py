@@ -21,7 +21,7 @@ from torch.nn import Module, ModuleList, Sequential
 from torch.nn.parameter import is_lazy
 
 from torchweft.arguments import wrong_type
-from torchweft.pipeline.partition.errors import PartitionError
+from torchweft.pipeline.errors import PartitionError
 from torchweft.pipeline.partition.profiles import LayerProfile, Profile
 
 _WARM_UPS = 2

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from torchweft.pipeline.partition.errors import PartitionError
+from torchweft.pipeline.errors import PartitionError
 from torchweft.pipeline.partition.text import aligned, bytes_text, seconds_text
 
 _FORMAT = "torchweft pipeline profile 1"

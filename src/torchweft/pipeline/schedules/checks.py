@@ -9,15 +9,23 @@ in order, with receives that block and sends that do not, without waiting for ev
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torchweft.errors import ConfigurationError
-from torchweft.pipeline.schedules.actions import Action, Kind
-from torchweft.pipeline.schedules.errors import TableError
-from torchweft.pipeline.schedules.execution import Edges, Run, chain, results_of, run, updates_of
+from torchweft.pipeline.errors import TableError
+from torchweft.pipeline.schedules.actions import (
+    Action,
+    Edges,
+    Kind,
+    Run,
+    chain,
+    results_of,
+    run,
+    updates_of,
+)
+from torchweft.pipeline.schedules.pipedream import versions_of
 from torchweft.pipeline.schedules.table import Table
-from torchweft.pipeline.schedules.versions import versions_of
 
 
 class Place(NamedTuple):
@@ -103,69 +111,51 @@ def _check_passes(table: Table, places: Places, stage: int, microbatch: int) -> 
         raise _error(f"no worker runs {forward}, which {table.name} needs", forward)
     home = places[forward]
     present = [each for each in (whole, of_input, of_weight) if each in places]
-    if not present:
-        raise _error(
-            f"{forward} (position {home.position}) has no backward pass: neither {whole}, nor "
-            f"{of_input} and {of_weight}",
-            whole,
-            home.worker,
-        )
     for each in present:
         if places[each].worker != home.worker:
             raise _error(f"{each} must be on the worker of {forward} ({home})", each, places[each])
-    if present == [of_input] or present == [of_weight]:
-        other = of_weight if present == [of_input] else of_input
+    if present in ([whole], [of_input, of_weight]):
+        return
+    wanted = f"a backward pass is either {whole}, or {of_input} and {of_weight}"
+    if whole in present:
         raise _error(
-            f"{other} is missing, the other part of {present[0]} ({places[present[0]]})",
-            other,
-            home.worker,
-        )
-    if whole in places and len(present) > 1:
-        raise _error(
-            f"{present[1]} repeats a part of {whole} ({places[whole]}); a backward pass is either "
-            f"{whole}, or {of_input} and {of_weight}",
+            f"{present[1]} repeats a part of {whole} ({places[whole]}); {wanted}",
             present[1],
             places[present[1]],
         )
+    missing = whole if not present else of_weight if of_input in present else of_input
+    raise _error(
+        f"{missing} is missing, of {forward} (position {home.position}); {wanted}",
+        missing,
+        home.worker,
+    )
 
 
 def _check_updates(table: Table) -> None:
-    """Checks that the updates of each stage take in all minibatches, on every replica."""
+    """Checks that every replica runs the updates of its stage, each once and in their order."""
     updates = updates_of(table.rows)
     last = table.n_microbatches - 1
     for stage in range(table.n_stages):
         due = [Action(stage, Kind.UPDATE, each) for each in sorted({*updates[stage], last})]
-        for worker in table.replicas(stage):
-            _check_updates_of(worker, table.rows[worker], due)
-
-
-def _check_updates_of(worker: int, row: Sequence[Action], due: Sequence[Action]) -> None:
-    """Checks that a worker runs the updates that are due, and in their order."""
-    stage = due[0].stage
-    places = [
-        Place(worker, position)
-        for position, action in enumerate(row)
-        if action.kind is Kind.UPDATE and action.stage == stage
-    ]
-    for n, place in enumerate(places):
-        action = row[place.position]
-        if n == len(due):
-            raise _error(f"{action} is there twice; remove one of them", action, place)
-        if action != due[n]:
-            raise _error(
-                f"{action} is where {due[n]} is due: every replica of stage {stage} runs each "
-                "update once, in the order of the minibatches",
-                action,
-                place,
-            )
-    if len(places) < len(due):
-        missing = due[len(places)]
-        raise _error(
-            f"{missing} is missing: every replica of stage {stage} runs each of its {len(due)} "
-            f"updates, the last one after minibatch {due[-1].microbatch}",
-            missing,
-            worker,
+        rule = (
+            f"every replica of stage {stage} runs its {len(due)} updates, each once, in the order "
+            f"of the minibatches, the last one after minibatch {last}"
         )
+        for worker in table.replicas(stage):
+            found = [
+                (action, Place(worker, position))
+                for position, action in enumerate(table.rows[worker])
+                if action.kind is Kind.UPDATE and action.stage == stage
+            ]
+            for wanted, (action, place) in zip(due, found, strict=False):
+                if action != wanted:
+                    raise _error(f"{action} is where {wanted} is due: {rule}", action, place)
+            if len(found) > len(due):
+                action, place = found[len(due)]
+                raise _error(f"{action} is there twice: {rule}", action, place)
+            if len(found) < len(due):
+                missing = due[len(found)]
+                raise _error(f"{missing} is missing: {rule}", missing, worker)
 
 
 def _check_versions(table: Table, places: Places) -> None:

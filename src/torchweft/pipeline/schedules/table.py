@@ -1,15 +1,28 @@
-"""The table of a schedule: which worker runs which actions, in which order."""
+"""The table of a schedule: which worker runs which actions, in which order.
+
+Its CSV form is that which torch.distributed.pipelining documents: one row for each worker; each
+cell is empty or an action, as ``2F5``. Weft adds ``U`` for updates. Two further forms of cells of
+torch are read. A pair, ``(0F7;7B3)OVERLAP_F_B``, becomes its two actions, one after the other.
+Communication (``1SEND_F0``, ``2UNSHARD``) is passed over: Weft's workers find out for themselves
+which messages the actions need.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torchweft.columns import aligned
 from torchweft.errors import ConfigurationError
-from torchweft.pipeline.schedules.actions import Action, Kind, Weights
-from torchweft.pipeline.schedules.cells import read_rows, write_rows
-from torchweft.pipeline.schedules.execution import Edges, chain
-from torchweft.pipeline.schedules.grid import draw
+from torchweft.pipeline.errors import CellError
+from torchweft.pipeline.schedules.actions import Action, Edges, Kind, Span, Weights, chain, run
+
+_ACTION = re.compile(r"([0-9]{1,6})([FBIWU])([0-9]{1,6})")
+_PAIR = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
+_COMMUNICATION = re.compile(
+    r"[0-9]+(?:(?:SEND|RECV)_[FB][0-9]+|(?:UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +79,7 @@ class Table:
             CellError: A cell cannot be read; the error has its row and column.
             ConfigurationError: The text has no action.
         """
-        rows = read_rows(text)
+        rows = _read_rows(text)
         actions = [action for row in rows for action in row]
         if not actions:
             raise ConfigurationError("the CSV text has no action; pass one line for each worker")
@@ -76,7 +89,8 @@ class Table:
 
     def to_csv(self) -> str:
         """Returns the rows in CSV form, one line for each worker, without empty cells."""
-        return write_rows(self.rows)
+        # A row without actions is one comma, as blank lines at the end do not count.
+        return "".join((",".join(map(str, row)) or ",") + "\n" for row in self.rows)
 
     @property
     def n_workers(self) -> int:
@@ -119,4 +133,71 @@ class Table:
         Args:
             edges: The stage graph, as pairs of stages; a chain if it is not given.
         """
-        return draw(self.rows, chain(self.n_stages) if edges is None else edges)
+        ran = run(self.rows, chain(self.n_stages) if edges is None else edges, _steps)
+        grid = [_cells(spans) for spans in ran.spans]
+        n_steps = max((step for cells in grid for step in cells), default=-1) + 1
+        head = ["step", *map(str, range(n_steps))]
+        body = [
+            [f"worker {worker}", *(cells.get(step, "") for step in range(n_steps))]
+            for worker, cells in enumerate(grid)
+        ]
+        lines = aligned([head, *body], [True] * len(head), gap=" ")
+        return "".join(f"{line}\n" for line in lines)
+
+
+# CSV
+
+
+def _read_rows(text: str) -> tuple[tuple[Action, ...], ...]:
+    """Returns the rows of a table in CSV form; blank lines at the end do not count.
+
+    Raises:
+        CellError: A cell is none of the known forms.
+    """
+    lines = text.rstrip("\r\n").splitlines()
+    return tuple(
+        tuple(
+            action
+            for column, cell in enumerate(line.split(","))
+            for action in _read_cell(cell.strip(), row, column)
+        )
+        for row, line in enumerate(lines)
+    )
+
+
+def _read_cell(cell: str, row: int, column: int) -> list[Action]:
+    if not cell or _COMMUNICATION.fullmatch(cell):
+        return []
+    pair = _PAIR.fullmatch(cell)
+    parts = [part.strip() for part in pair.groups()] if pair else [cell]
+    matches = [_ACTION.fullmatch(part) for part in parts]
+    actions = [Action(int(match[1]), Kind(match[2]), int(match[3])) for match in matches if match]
+    if len(actions) < len(parts):
+        raise CellError(
+            f"row {row}, column {column}: {cell[:60]!r} is no action; a cell is empty, or is "
+            "<stage><kind><micro-batch> with the kind F, B, I, W or U, as 2F5, or is a pair of "
+            "these, as (0F7;7B3)OVERLAP_F_B",
+            row=row,
+            column=column,
+            cell=cell,
+        )
+    return actions
+
+
+# The grid
+
+
+def _steps(action: Action) -> float:
+    return 0.0 if action.kind is Kind.UPDATE else 1.0
+
+
+def _cells(spans: Sequence[Span]) -> dict[int, str]:
+    cells: dict[int, str] = {}
+    step = 0
+    for action, start_s, _ in spans:
+        if action.kind is Kind.UPDATE:
+            cells[step] = cells.get(step, "") + "U"
+        else:
+            step = int(start_s)
+            cells[step] = str(action)
+    return cells

@@ -23,7 +23,7 @@ from torchweft.pipeline.schedules import (
     Weights,
     check,
 )
-from torchweft.pipeline.schedules.execution import chain
+from torchweft.pipeline.schedules.actions import chain
 
 Drawn = tuple[AnySchedule, int]
 
@@ -141,9 +141,21 @@ def test_a_pass_on_another_worker_is_refused() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("0F0", "worker 0: 0F0 (position 0) has no backward pass: neither 0B0, nor 0I0 and 0W0"),
-        ("0F0,0I0", "worker 0: 0W0 is missing, the other part of 0I0 (worker 0, position 1)"),
-        ("0F0,0W0", "worker 0: 0I0 is missing, the other part of 0W0 (worker 0, position 1)"),
+        (
+            "0F0",
+            "worker 0: 0B0 is missing, of 0F0 (position 0); a backward pass is either 0B0, or 0I0 "
+            "and 0W0",
+        ),
+        (
+            "0F0,0I0",
+            "worker 0: 0W0 is missing, of 0F0 (position 0); a backward pass is either 0B0, or 0I0 "
+            "and 0W0",
+        ),
+        (
+            "0F0,0W0",
+            "worker 0: 0I0 is missing, of 0F0 (position 0); a backward pass is either 0B0, or 0I0 "
+            "and 0W0",
+        ),
         (
             "0F0,0B0,0W0",
             "worker 0, position 2: 0W0 repeats a part of 0B0 (worker 0, position 1); a backward "
@@ -175,7 +187,10 @@ def test_an_action_out_of_range_is_refused(action: Action) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("0F0,0B0,0U0,0F1,0B1", r"^worker 0: 0U1 is missing: .* its 2 updates, the last one after"),
+        (
+            "0F0,0B0,0U0,0F1,0B1",
+            r"^worker 0: 0U1 is missing: .* its 2 updates, .* the last one after",
+        ),
         ("0F0,0B0,0U0,0U0,0F1,0B1,0U1", r"^worker 0, position 3: 0U0 is where 0U1 is due"),
         ("0F0,0U0,0B0,0F1,0B1,0U1", r"position 1: 0U0 waits for 0B0 \(worker 0, position 2"),
         ("0F0,0F1,0B0,0B1,0U1,0U0", r"position 4: 0U1 is where 0U0 is due"),

@@ -21,7 +21,7 @@ from torchweft.pipeline.schedules import (
     Timeline,
     predict,
 )
-from torchweft.pipeline.schedules.measurement import measured_costs, report
+from torchweft.pipeline.schedules.timeline import measured_costs, report
 
 TABLES = [ScheduleNaive(3).table(3), Schedule1F1B(6).table(3), ScheduleZBVZeroBubble(6).table(3)]
 

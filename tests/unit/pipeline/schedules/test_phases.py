@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchweft.pipeline.schedules.phases import Lane, Phase, write_row
+from torchweft.pipeline.schedules.synchronous import Lane, Phase, write_row
 
 LANE = Lane([(0, 0), (0, 1), (0, 2)], [(0, 0), (0, 1), (0, 2)])
 

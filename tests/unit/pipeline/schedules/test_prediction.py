@@ -33,7 +33,7 @@ from torchweft.pipeline.schedules import (
     Timeline,
     predict,
 )
-from torchweft.pipeline.schedules.execution import chain
+from torchweft.pipeline.schedules.actions import chain
 
 
 def timeline(schedule: AnySchedule, n_workers: int) -> Timeline:
