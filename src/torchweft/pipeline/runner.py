@@ -32,11 +32,10 @@ from torchweft.errors import PipelineError, ProtocolError, WeftError, WorkerLost
 from torchweft.pipeline.copies import Copies, added, separated
 from torchweft.pipeline.finite import CheckedStage
 from torchweft.pipeline.recording import Notes
-from torchweft.pipeline.schedules import Action, Kind, Table
-from torchweft.pipeline.stage_run import Leaves, Objective, StageRun
-from torchweft.pipeline.values import Packet, describe
-from torchweft.pipeline.wiring import BATCH, Wiring
-from torchweft.rpc import on_worker_lost
+from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream, Table
+from torchweft.pipeline.stage import Leaves, Objective, StageRun
+from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe
+from torchweft.rpc import RRef, on_worker_lost
 from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
 
@@ -62,7 +61,7 @@ class Assignment:
     """What one worker of a pipeline needs to know.
 
     Attributes:
-        pipe: Number of the pipeline, unique in the group.
+        pipe: Number of the pipeline, unique in the group; that of its port on each worker.
         worker: The worker's row.
         workers: The names of all workers, by row.
         table: The table.
@@ -75,6 +74,12 @@ class Assignment:
         timeout_s: How long to wait for one message.
         driver: The name of the driver.
         check_finite: Whether the stages check that their results are finite.
+        has_names: Whether the names in a stage are unique in the pipeline; otherwise the number of
+            the stage goes before them.
+        endless: Makes the rows of an asynchronous pipeline; None for a synchronous one. The table
+            is then only for forwards without gradients.
+        is_mean: Whether the gradients of an update of ``endless`` are divided by the number of its
+            minibatches.
     """
 
     pipe: int
@@ -90,6 +95,9 @@ class Assignment:
     timeout_s: float
     driver: str
     check_finite: bool
+    has_names: bool
+    endless: SchedulePipeDream | None
+    is_mean: bool
 
 
 class Start(NamedTuple):
@@ -101,6 +109,7 @@ class Start(NamedTuple):
         zero_grad: Whether gradients become None first, or zeros; None: they stay.
         inputs: By stage and micro-batch, what the stage takes of the batch.
         targets: By micro-batch, its target, for the last stage.
+        reports: Gets the losses of an asynchronous run, at the driver.
         done: Gets the result.
         mark: The end of the GPU work that computes inputs and targets.
         served: The call of the driver, which the row answers.
@@ -111,9 +120,10 @@ class Start(NamedTuple):
     zero_grad: bool | None
     inputs: Mapping[int, Mapping[int, Sequence[Any]]]
     targets: Mapping[int, Any]
+    reports: RRef[Any] | None
     done: torch.futures.Future[Any]
-    mark: Mark | None = None
-    served: ServedCall | None = None
+    mark: Mark | None
+    served: ServedCall | None
 
 
 class Aborted(Exception):
@@ -148,9 +158,8 @@ class Runner:
             for stage, made in separated(assignment.stages).items()
         }
         self.optimizer: torch.optim.Optimizer | None = None
-        self.group_numbers: list[int] = []
-        """The numbers that the groups of the optimizer have in the pipeline."""
         self.peak_held = 0
+        self.peak_versions = 1
         self.notes: Notes | None = None
         self._row = table.rows[assignment.worker]
         self._rpc = current_worker()
@@ -247,6 +256,7 @@ class Runner:
                 self._rpc.serving[threading.get_ident()] = content.served
                 self._run(content)
                 del self._rpc.serving[threading.get_ident()]
+                del content  # It has a reference of the driver.
                 self._listener.rest()
             elif key:
                 self._keep(step, key, content)
@@ -533,7 +543,7 @@ class Runner:
         """
         earlier = []
         for group in range(len(self.assignment.copies.groups)):
-            for weights in self._own_copies(group).values():
+            for weights in self.own_copies(group).values():
                 for weight in weights:
                     if weight.grad is not None:
                         earlier.append((weight, weight.grad))
@@ -549,7 +559,7 @@ class Runner:
         copies, me = self.assignment.copies, self.assignment.worker
         for number in range(len(copies.groups)):
             others = [worker for worker in copies.workers(number) if worker != me]
-            for place, weights in self._own_copies(number).items():
+            for place, weights in self.own_copies(number).items():
                 packet = Packet(0, None, [weight.grad for weight in weights])
                 for worker in others:
                     self._send(self._peers[worker], (COPIES, number, place, microbatch), packet)
@@ -557,7 +567,7 @@ class Runner:
     def _add_copies(self, microbatch: int = 0) -> None:
         """Waits for the gradients of the other copies; all copies get the sum."""
         for number, members in enumerate(self.assignment.copies.groups):
-            mine = self._own_copies(number)
+            mine = self.own_copies(number)
             if not mine:
                 continue
             gradients = [
@@ -571,7 +581,7 @@ class Runner:
                 for weight, total in zip(weights, totals, strict=True):
                     weight.grad = None if total is None else total.clone()
 
-    def _own_copies(self, group: int) -> dict[int, list[Tensor]]:
+    def own_copies(self, group: int) -> dict[int, list[Tensor]]:
         """Returns the weights of this worker's members of a group, by their place in it."""
         copies = self.assignment.copies
         return {

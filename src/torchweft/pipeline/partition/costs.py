@@ -1,4 +1,4 @@
-"""The time and the memory of a stage, and of a plan: the only place that has formulas.
+"""The input of the planner, and the time and the memory of a stage: all formulas are here.
 
 Source: D. Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP
 2019, section 3.1, for asynchronous schedules. For a stage with r replicas, B bytes per second,
@@ -19,11 +19,10 @@ pipedream-stashing  max(T / r, V / r); X                          max load
 1f1b, gpipe         (⌈M / r⌉ - 1) T + V; (M - 1) X                Σ T + Σ X + max load
 ==================  ===========================================  ===================================
 
-M is the number of micro-batches of a step. V is the time of one exchange of gradients:
-``"central"``, the paper's 2 (r - 1) w / B, is one replica that receives from all others and answers
-them; ``"ring"`` is 2 (r - 1) / r · w / B, as every replica sends and receives that much in a ring
-all-reduce. Micro-batches that share an exchange divide its time: r of them with weight stashing,
-which updates once each replica has computed one; all M of them in the other schedules. In a
+M is the number of micro-batches of a step. V is the time of one exchange of gradients, the paper's
+2 (r - 1) w / B: one replica receives from all others and answers them. Micro-batches that share an
+exchange divide its time: r of them with weight stashing, which updates once each replica has
+computed one; all M of them in the other schedules. In a
 synchronous step the pipeline fills and drains: one micro-batch passes all stages and links, the
 other micro-batches add the load of the slowest, and its exchange comes last, hidden by nothing.
 
@@ -53,22 +52,147 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchweft.pipeline.errors import PartitionError
-from torchweft.pipeline.partition.cluster import Cluster
-from torchweft.pipeline.partition.profiles import Profile
 from torchweft.pipeline.partition.text import span_text
 
 Schedule: TypeAlias = Literal["1f1b", "gpipe", "pipedream-stashing", "2bw"]
-Exchange: TypeAlias = Literal["central", "ring"]
 Array: TypeAlias = NDArray[np.float64]
 Number: TypeAlias = Any
 """A float or an array of floats: each formula is written once, for one stage and for all stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """Time and memory of one layer for one micro-batch.
+
+    Attributes:
+        name: Name for tables and errors, such as ``"0:Conv2d"``.
+        forward_seconds: Time of the forward pass.
+        backward_seconds: Time of the backward pass, for gradients of input and weights.
+        activation_bytes: Size of the output, which is sent if the next layer is on another worker.
+            The gradient that comes back has the same size.
+        saved_bytes: Activations that the backward pass needs, held from forward to backward.
+        weight_bytes: Size of the parameters that are trained.
+        fixed_bytes: Size of frozen parameters and buffers: held once, never exchanged.
+        optimizer_ratio: Bytes of optimizer state for each byte of ``weight_bytes``, such as 2 for
+            Adam, 1 for SGD with momentum; None if not known, which counts as 0.
+
+    Raises:
+        PartitionError: If a number is negative, infinite or not a number.
+    """
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    activation_bytes: int
+    saved_bytes: int
+    weight_bytes: int
+    fixed_bytes: int = 0
+    optimizer_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise PartitionError(
+                    f"layer {self.name!r} has {field.name}={value}; it must be finite, 0 or more"
+                )
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of forward and backward pass together."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Size of the optimizer's state, rounded up; 0 if not known."""
+        return math.ceil(self.weight_bytes * (self.optimizer_ratio or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The layers of a model in order, as measured by ``profile`` or written by hand.
+
+    Attributes:
+        layers: The layers; at least one.
+        batch_size: Number of samples in the micro-batch that was measured.
+
+    Raises:
+        PartitionError: If there is no layer, or the batch is empty.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PartitionError("the profile has no layers; it needs at least one")
+        if self.batch_size < 1:
+            raise PartitionError(
+                f"the profile has batch_size={self.batch_size}; it must be 1 or more samples"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Workers of equal speed in a fixed order; stages take them in this order.
+
+    Attributes:
+        n_workers: Number of workers.
+        bandwidth: Bytes per second of a link between two workers, in one direction;
+            ``math.inf`` for links that cost nothing.
+        memory_bytes: Memory that a plan may use on each worker; None for no limit.
+        workers_per_host: Workers 0 to ``workers_per_host - 1`` are on the first host, and so on;
+            None if all links are alike.
+        host_bandwidth: Bytes per second between workers of different hosts, at most ``bandwidth``.
+
+    Raises:
+        PartitionError: If a number is out of its range, or a limit is missing.
+    """
+
+    n_workers: int
+    bandwidth: float
+    memory_bytes: int | None = None
+    workers_per_host: int | None = None
+    host_bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_workers < 1:
+            raise PartitionError(f"the cluster has {self.n_workers} workers; it needs at least one")
+        if not self.bandwidth > 0:
+            raise PartitionError(f"the bandwidth is {self.bandwidth} bytes/s; it must exceed 0")
+        if self.memory_bytes is not None and not self.memory_bytes >= 0:
+            raise PartitionError(f"a worker has a memory limit of {self.memory_bytes} bytes")
+        if (self.workers_per_host is None) != (self.host_bandwidth is None):
+            raise PartitionError(
+                f"workers_per_host={self.workers_per_host} and host_bandwidth="
+                f"{self.host_bandwidth}: give both, or none if all links are alike"
+            )
+        if self.workers_per_host is not None and self.workers_per_host < 1:
+            raise PartitionError(f"workers_per_host={self.workers_per_host} must be 1 or more")
+        if self.host_bandwidth is not None and not 0 < self.host_bandwidth <= self.bandwidth:
+            raise PartitionError(
+                f"host_bandwidth={self.host_bandwidth} bytes/s must exceed 0 and be at most the "
+                f"bandwidth within a host, {self.bandwidth}"
+            )
+
+    def bandwidth_among(self, workers: range) -> float:
+        """Returns the bandwidth of the slowest link between two of ``workers``."""
+        if self.workers_per_host is None or self.host_bandwidth is None:
+            return self.bandwidth
+        hosts = workers[0] // self.workers_per_host, workers[-1] // self.workers_per_host
+        return self.bandwidth if hosts[0] == hosts[1] else self.host_bandwidth
+
+    @property
+    def limit(self) -> float:
+        """The memory limit of each worker, infinite if there is none."""
+        return math.inf if self.memory_bytes is None else self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +202,17 @@ class Execution:
     Attributes:
         schedule: Kind of the schedule.
         n_microbatches: Micro-batches of one step; 1 where each minibatch is a step.
-        exchange: How replicas exchange gradients.
     """
 
     schedule: Schedule
     n_microbatches: int
-    exchange: Exchange
 
     @classmethod
-    def checked(cls, schedule: str, n_microbatches: int | None, exchange: str) -> Execution:
+    def checked(cls, schedule: str, n_microbatches: int | None) -> Execution:
         """Returns an execution; raises ``PartitionError`` if a part of it cannot be."""
         if schedule not in get_args(Schedule):
             raise PartitionError(
                 f"schedule {schedule!r} is none of {', '.join(get_args(Schedule))}"
-            )
-        if exchange not in get_args(Exchange):
-            raise PartitionError(
-                f"exchange {exchange!r} is none of {', '.join(get_args(Exchange))}"
             )
         if schedule == "pipedream-stashing" and n_microbatches not in (None, 1):
             raise PartitionError(
@@ -105,7 +223,7 @@ class Execution:
             raise PartitionError(f"schedule {schedule!r} needs n_microbatches, those of one step")
         if n_microbatches is not None and n_microbatches < 1:
             raise PartitionError(f"n_microbatches={n_microbatches} must be 1 or more")
-        return cls(cast(Schedule, schedule), n_microbatches or 1, cast(Exchange, exchange))
+        return cls(cast(Schedule, schedule), n_microbatches or 1)
 
     @property
     def is_synchronous(self) -> bool:
@@ -114,8 +232,7 @@ class Execution:
 
     def exchange_seconds(self, weight_bytes: Number, replicas: int, bandwidth: float) -> Number:
         """Returns the time in which ``replicas`` exchange their gradients once."""
-        sent = 2 * (replicas - 1) / (replicas if self.exchange == "ring" else 1)
-        return sent * weight_bytes / bandwidth
+        return 2 * (replicas - 1) * weight_bytes / bandwidth
 
     def load_parts(
         self, compute: Number, exchange: Number, link: Number, replicas: int
@@ -262,14 +379,14 @@ class Costs:
             workers: The workers of the stage.
             n_workers: Number of workers of this stage and all later stages.
         """
-        loads, limit = self.loads(workers), self.cluster.limit(workers)
+        loads, limit = self.loads(workers), self.cluster.limit
         if limit == math.inf:
             return loads
         return np.where(self._memory(workers, n_workers) <= limit, loads, math.inf)
 
     def excesses(self, workers: range, n_workers: int) -> Array:
         """Returns by how many bytes stages exceed the memory; arguments as ``fitting_loads``."""
-        limit = min(self.cluster.limit(workers), sys.float_info.max)
+        limit = min(self.cluster.limit, sys.float_info.max)
         excesses: Array = self._memory(workers, n_workers) - limit
         return excesses
 
@@ -301,7 +418,7 @@ class Costs:
         in_flight = self.execution.in_flight(n_workers, len(workers))
         versions = self.execution.versions(in_flight)
         is_known = all(p.optimizer_ratio is not None or not p.weight_bytes for p in profiles)
-        limit = self.cluster.limit(workers)
+        limit = self.cluster.limit
         return StageCost(
             forward_seconds=float(forward),
             backward_seconds=float(backward),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from torchweft.pipeline.errors import DoesNotFit, PartitionError
-from torchweft.pipeline.partition.cluster import Cluster
-from torchweft.pipeline.partition.costs import Costs, Execution, StageCost
-from torchweft.pipeline.partition.profiles import Profile, read_json
+from torchweft.pipeline.partition.costs import Cluster, Costs, Execution, Profile, StageCost
 from torchweft.pipeline.partition.text import (
     aligned,
     bytes_text,
@@ -21,7 +17,6 @@ from torchweft.pipeline.partition.text import (
     span_text,
 )
 
-_FORMAT = "torchweft pipeline plan 1"
 _TIME_HEADER = "stage,layers,workers,forward,backward,exchange,transfer,load,limited by".split(",")
 _MEMORY_HEADER = (
     "stage,versions,weights,gradients,optimizer,in flight,activations,per worker,limit,"
@@ -106,7 +101,6 @@ class Plan:
         n_layers: int | None = None,
         schedule: str = "1f1b",
         n_microbatches: int | None = None,
-        exchange: str = "central",
     ) -> Plan:
         """Returns a plan with stages that the caller chose.
 
@@ -120,7 +114,6 @@ class Plan:
             n_layers: Number of layers, where there is no profile.
             schedule: Schedule that the plan is for, as in ``plan``.
             n_microbatches: Micro-batches of a step, as in ``plan``; needed with a profile.
-            exchange: How replicas exchange gradients, as in ``plan``.
 
         Raises:
             PartitionError: If cuts or replicas cannot be; says which and why.
@@ -131,9 +124,9 @@ class Plan:
         counts = _checked_replicas(replicas, blocks, cluster)
         cluster = cluster or Cluster(sum(counts), math.inf)
         if profile is not None:
-            execution = Execution.checked(schedule, n_microbatches, exchange)
+            execution = Execution.checked(schedule, n_microbatches)
             costs = Costs(profile, cluster, execution)
-            made = predicted(list(zip(blocks, counts, strict=True)), costs, first_worker=0)
+            made = predicted(list(zip(blocks, counts, strict=True)), costs)
             if error := made.find_misfit():
                 raise error
             return made
@@ -190,37 +183,6 @@ class Plan:
                 text = f"{prefix}{subject} does not fit a worker"
                 excess, worst = over, misfit(text, stage.layers, stage.cost, stage.cost.limit_bytes)
         return worst
-
-    def to_json(self) -> str:
-        """Returns the plan as JSON text."""
-        stages = [
-            {
-                "layers": [stage.layers.start, stage.layers.stop],
-                "workers": [stage.workers.start, stage.workers.stop],
-                "names": stage.names,
-                "cost": stage.cost and asdict(stage.cost),
-            }
-            for stage in self.stages
-        ]
-        rest = {name: getattr(self, name) for name in self.__slots__ if name != "stages"}
-        return json.dumps({"format": _FORMAT, **rest, "stages": stages}, indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Returns the plan that ``to_json`` wrote.
-
-        Raises:
-            PartitionError: If the text is not a plan.
-        """
-        data = dict(read_json(text, _FORMAT))
-        try:
-            del data["format"]
-            stages = tuple(_stage_of(stage) for stage in data.pop("stages"))
-            return cls(stages, **data)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, PartitionError):
-                raise
-            raise PartitionError(f"this JSON is not a plan: {error!r}") from error
 
     def table(self) -> str:
         """Returns the stages as aligned tables: their time, and the memory of each worker."""
@@ -303,10 +265,10 @@ class Plan:
         return aligned(_MEMORY_HEADER, rows, left=[])
 
 
-def predicted(stages: Sequence[tuple[range, int]], costs: Costs, first_worker: int) -> Plan:
+def predicted(stages: Sequence[tuple[range, int]], costs: Costs) -> Plan:
     """Returns the plan with these layers and replicas, with its costs."""
-    made, worker = [], first_worker
-    last_worker = first_worker + sum(replicas for _, replicas in stages)
+    made, worker = [], 0
+    last_worker = sum(replicas for _, replicas in stages)
     for layers, replicas in stages:
         workers = range(worker, worker + replicas)
         names = tuple(layer.name for layer in costs.profile.layers[layers.start : layers.stop])
@@ -396,8 +358,3 @@ def _checked_replicas(
             f"{cluster.n_workers}"
         )
     return counts
-
-
-def _stage_of(data: dict[str, Any]) -> StagePlan:
-    cost = None if data["cost"] is None else StageCost(**data["cost"])
-    return StagePlan(range(*data["layers"]), range(*data["workers"]), tuple(data["names"]), cost)

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from torchweft.arguments import wrong_type
 from torchweft.pipeline.errors import PartitionError
-from torchweft.pipeline.partition.profiles import LayerProfile, Profile
+from torchweft.pipeline.partition.costs import LayerProfile, Profile
 
 _WARM_UPS = 2
 
@@ -32,7 +32,6 @@ def profile(
     example: Any,
     *,
     repeats: int = 5,
-    backward: bool = True,
     optimizer_ratio: float | None = None,
 ) -> Profile:
     """Returns time and memory of each layer, measured with an example.
@@ -49,7 +48,6 @@ def profile(
             lists and dicts. It stays the caller's and is not changed. The batch size is the first
             dimension of its first tensor.
         repeats: Number of runs of each layer, after two for warm-up; the median counts.
-        backward: Whether to measure backward passes and saved activations; else both are 0.
         optimizer_ratio: Bytes of optimizer state for each byte of weights, such as 2 for Adam;
             None if not known.
 
@@ -69,7 +67,7 @@ def profile(
     with (
         torch.random.fork_rng(devices=gpus),
         torch.inference_mode(False),
-        torch.set_grad_enabled(backward),
+        torch.enable_grad(),
         _restored(layer for _, layer in layers),
     ):
         for name, layer in layers:

@@ -46,7 +46,7 @@ def test_a_heavy_layer_leaves_the_others_even() -> None:
     assert balance([100, 1, 1, 1, 1], 3) == (1, 3)
 
 
-def test_a_profile_is_balanced_by_time_memory_or_parameters() -> None:
+def test_a_profile_is_balanced_by_time() -> None:
     #                          forward, backward, output, saved, weights
     profile = Profile(
         (
@@ -57,9 +57,7 @@ def test_a_profile_is_balanced_by_time_memory_or_parameters() -> None:
         ),
         batch_size=1,
     )
-    assert balance(profile, 2) == balance(profile, 2, by="time") == (1,)
-    assert balance(profile, 2, by="memory") == (2,)
-    assert balance(profile, 2, by="parameters") == (3,)
+    assert balance(profile, 2) == (1,)
 
 
 @pytest.mark.parametrize(
@@ -70,17 +68,11 @@ def test_a_profile_is_balanced_by_time_memory_or_parameters() -> None:
         (([1, 2], 0), "2 layers cannot form 0 stages"),
         (([1, -2], 1), "layer 1 has weight -2; it must be 0 or more"),
         (([1, float("nan")], 1), "layer 1 has weight nan"),
-        (([1, 2], 1, "time"), "by='time' needs a profile"),
-        (
-            (Profile((LayerProfile("a", 1, 1, 1, 1, 1),), 1), 1, "speed"),
-            "by='speed' is none of time",
-        ),
     ],
 )
 def test_mistakes_are_named(arguments: Any, message: str) -> None:
-    by = arguments[2] if len(arguments) > 2 else None
     with pytest.raises(PartitionError, match=message):
-        balance(*arguments[:2], by=by)
+        balance(*arguments)
 
 
 def test_many_layers() -> None:

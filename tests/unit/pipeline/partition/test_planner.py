@@ -81,13 +81,12 @@ def cases(draw: st.DrawFn) -> Case:
     )
     n_workers = draw(st.integers(1, 5))
     limit = st.integers(10, 200)
-    limits = st.tuples(*[limit] * n_workers)
     bandwidth = draw(st.sampled_from([0.5, 1.0, 4.0, float("inf")]))
     has_hosts = draw(st.booleans())
     cluster = Cluster(
         n_workers,
         bandwidth,
-        draw(st.none() | limit | limits),
+        draw(st.none() | limit),
         workers_per_host=draw(st.integers(1, 3)) if has_hosts else None,
         host_bandwidth=draw(st.sampled_from([0.25, 0.5])) if has_hosts else None,
     )
@@ -97,8 +96,6 @@ def cases(draw: st.DrawFn) -> Case:
         cluster,
         kind,
         1 if kind == "pipedream-stashing" else draw(st.integers(1, 8)),
-        draw(st.sampled_from(["central", "ring"])),
-        draw(st.booleans()),
     )
 
 
@@ -125,14 +122,12 @@ def test_no_plan_is_faster(case: Case) -> None:
 
 
 def plan_of(case: Case) -> Plan:
-    profile, cluster, kind, n_microbatches, exchange, may_idle = case
+    profile, cluster, kind, n_microbatches = case
     return plan(
         profile,
         cluster,
         schedule=kind,
         n_microbatches=n_microbatches,
-        exchange=exchange,
-        may_idle=may_idle,
     )
 
 
@@ -148,7 +143,7 @@ def without_limit(cluster: Cluster) -> Cluster:
 
 def check_predictions(case: Case, made: Plan) -> None:
     stages = tuple((stage.layers, stage.replicas) for stage in made.stages)
-    expected = costs_of(case, stages, made.stages[0].workers.start)
+    expected = costs_of(case, stages)
     assert expected is not None
     assert made.step_seconds == pytest.approx(expected.step)
     costs = [stage.cost for stage in made.stages if stage.cost]
@@ -186,35 +181,12 @@ def test_more_workers_than_layers(kind: str) -> None:
     assert sum(stage.replicas for stage in made.stages) == 4
 
 
-def test_idle_workers_are_the_last_where_all_are_alike() -> None:
-    profile = even(2, weights=400 * MIB, output=MIB // 16)
-    made = planned(profile, "1f1b", may_idle=True)
-    assert [stage.workers for stage in made.stages] == [range(1), range(1, 2)]
-    assert made.n_workers == 4
-    assert "on 2 of 4 workers" in str(made)
-    busy = planned(profile, "1f1b")
-    assert sum(stage.replicas for stage in busy.stages) == 4
-    assert (made.step_seconds or 0) < (busy.step_seconds or 0)
-
-
-def test_idle_workers_are_the_first_where_limits_differ() -> None:
-    cluster = Cluster(2, bandwidth=1e9, memory_bytes=(0, 1000))
-    made = planned(profile_of(layer(1.0, 400)), "1f1b", cluster=cluster, may_idle=True)
-    assert [stage.workers for stage in made.stages] == [range(1, 2)]
-
-
 def test_replicas_stay_within_a_host() -> None:
     profile = even(8, weights=4 * MIB, output=MIB // 16)
     alike = Cluster(4, bandwidth=1e9)
     assert planned(profile, "pipedream-stashing", cluster=alike).shape == "4"
     hosts = Cluster(4, bandwidth=1e9, workers_per_host=2, host_bandwidth=1e8)
     assert planned(profile, "pipedream-stashing", cluster=hosts).shape == "2-2"
-
-
-def test_a_fast_ring_replicates_more_than_one_central_worker() -> None:
-    profile = even(8, weights=16 * MIB, output=MIB)
-    assert planned(profile, "pipedream-stashing", exchange="ring").shape == "4"
-    assert planned(profile, "pipedream-stashing").shape != "4"
 
 
 def test_one_exchange_counts_less_in_a_long_step() -> None:
@@ -256,35 +228,21 @@ def test_where_the_fastest_plan_does_not_fit_the_next_best_is_taken() -> None:
 def test_stashed_weights_need_memory_where_most_micro_batches_are_in_flight() -> None:
     profile = even(4, weights=100 * MIB, output=0)
     needed = [500 * MIB + 32 * MIB, 400 * MIB + 24 * MIB, 300 * MIB + 16 * MIB, 200 * MIB + 8 * MIB]
-    cluster = Cluster(4, 1e9, tuple(needed))
-    made = planned(profile, "pipedream-stashing", cluster=cluster)
-    assert made.shape == "1-1-1-1"
+    options: dict[str, Any] = {"schedule": "pipedream-stashing", "profile": profile}
+    made = Plan.manual([1, 2, 3], cluster=Cluster(4, 1e9, needed[0]), **options)
     assert [stage.cost.memory_bytes for stage in made.stages if stage.cost] == needed
-    with pytest.raises(DoesNotFit):
-        planned(
-            profile, "pipedream-stashing", cluster=Cluster(4, 1e9, (needed[0] - 1, *needed[1:]))
-        )
+    with pytest.raises(DoesNotFit, match="stage 0 "):
+        Plan.manual([1, 2, 3], cluster=Cluster(4, 1e9, needed[0] - 1), **options)
 
 
-def test_weights_that_do_not_fit_a_worker_are_named() -> None:
-    with pytest.raises(
-        DoesNotFit, match="the weights of layer 6 \\(fc6\\) do not fit a worker"
-    ) as e:
-        planned(convolutions_then_linear(), "1f1b", cluster=Cluster(4, 1e9, 512 * MIB))
+def test_layers_whose_weights_do_not_fit_a_worker_are_named() -> None:
+    cluster = Cluster(4, 1e9, 512 * MIB)
+    with pytest.raises(DoesNotFit, match=r"no plan fits .* fc6") as e:
+        planned(convolutions_then_linear(), "1f1b", cluster=cluster)
     error = e.value
-    assert (error.first_layer, error.last_layer) == (6, 6)
-    assert (error.needed_bytes, error.limit_bytes) == (801 * MIB, 512 * MIB)
-    assert (
-        "801 MiB needed (400 MiB weights + 400 MiB gradients + 1.00 MiB activations × 1), "
-        in str(error)
-    )
+    assert error.first_layer <= 6 <= error.last_layer
+    assert error.limit_bytes == 512 * MIB < 800 * MIB < error.needed_bytes
     assert str(error).endswith("and the limit is 512 MiB")
-
-
-def test_a_layer_whose_activations_do_not_fit_is_named() -> None:
-    profile = profile_of(layer(1, 0), layer(1, 0, saved=200, name="wide"))
-    with pytest.raises(DoesNotFit, match=r"^layer 1 \(wide\) does not fit a worker: 400 B needed"):
-        planned(profile, "gpipe", n_microbatches=4, cluster=Cluster(2, 1e9, 399))
 
 
 def test_where_layers_fit_alone_but_not_together_the_closest_plan_is_named() -> None:
@@ -303,11 +261,10 @@ def test_where_layers_fit_alone_but_not_together_the_closest_plan_is_named() -> 
     ("options", "message"),
     [
         ({"schedule": "2f2b"}, "schedule '2f2b' is none of 1f1b, gpipe, pipedream-stashing, 2bw"),
-        ({"exchange": "tree"}, "exchange 'tree' is none of central, ring"),
         ({"n_microbatches": None}, "'1f1b' needs n_microbatches"),
         ({"n_microbatches": 0}, "n_microbatches=0 must be 1 or more"),
         ({"schedule": "pipedream-stashing"}, "n_microbatches=4, but each minibatch is a step"),
-        ({"n_microbatches": 1}, "no plan for 2 layers keeps 4 workers busy in 1f1b .*=4, or may_"),
+        ({"n_microbatches": 1}, "no plan for 2 layers keeps 4 workers busy in 1f1b .*=4, or a"),
         (
             {"schedule": "2bw", "n_microbatches": 5},
             "no plan for 2 layers keeps 4 workers busy in 2bw with n_microbatches=5: pass n_.*=8",

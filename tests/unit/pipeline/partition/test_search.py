@@ -21,7 +21,6 @@ class Problem(NamedTuple):
 
     n_layers: int
     n_workers: int
-    may_idle: bool
     load_of: Array  # by workers from the stage on, replicas, first layer, layer after the last one
     toll_of: Array  # by workers from the stage on, replicas, layer after the last one
 
@@ -32,7 +31,6 @@ class Problem(NamedTuple):
             lambda n_workers, replicas: self.load_of[n_workers, replicas],
             lambda n_workers, replicas: self.toll_of[n_workers, replicas],
             lambda n_workers: range(n_workers, 0, -1),
-            self.may_idle,
         )
 
     def value(self, stages: Stages) -> tuple[float, float]:
@@ -46,12 +44,7 @@ class Problem(NamedTuple):
         return max(loads), sum(tolls)
 
     def all_values(self) -> list[tuple[float, float]]:
-        least = 1 if self.may_idle else self.n_workers
-        values = [
-            self.value(stages)
-            for used in range(least, self.n_workers + 1)
-            for stages in all_stages(self.n_layers, used)
-        ]
+        values = [self.value(stages) for stages in all_stages(self.n_layers, self.n_workers)]
         return [value for value in values if value[0] < math.inf]
 
 
@@ -65,7 +58,7 @@ def problems(draw: st.DrawFn) -> Problem:
     loads[random.random(shape) < share_of_none] = math.inf
     loads[..., np.tri(n_layers + 1, dtype=bool)] = math.inf
     tolls = random.integers(0, draw(st.sampled_from([2, 300, 3000])), shape[:3]).astype(float)
-    return Problem(n_layers, n_workers, draw(st.booleans()), loads, tolls)
+    return Problem(n_layers, n_workers, loads, tolls)
 
 
 @given(problems())
@@ -95,5 +88,3 @@ def test_of_equal_pipelines_the_shortest_is_taken(way: str) -> None:
     zeros = np.where(np.tri(5, dtype=bool), math.inf, 0.0)
     search = Search(4, 3, lambda *_: zeros, lambda *_: np.zeros(5), lambda n: range(n, 0, -1))
     assert getattr(search, way)().stages == ((range(4), 3),)
-    straight = Search(4, 3, lambda *_: zeros, lambda *_: np.zeros(5), lambda _: [1], may_idle=True)
-    assert getattr(straight, way)().stages == ((range(4), 1),)

@@ -13,8 +13,7 @@ from torch.utils import _pytree
 from torchweft.autograd.component import accumulate
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline.split import WeightPart, input_part
-from torchweft.pipeline.values import Packet, describe, make_packet, pick
-from torchweft.pipeline.wiring import BATCH, Wiring
+from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe, make_packet, pick
 
 Loss = Callable[[Any, Any], Tensor]
 Leaves = Mapping[str, Tensor]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchweft.pipeline.minibatches import Window
 from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream
 from torchweft.pipeline.schedules.actions import chain, run
-from torchweft.pipeline.window import Window
 
 
 @given(bound=st.integers(1, 5), choices=st.lists(st.integers(0, 10), max_size=60))
