@@ -78,7 +78,8 @@ class TableError(ConfigurationError):
         worker: The worker concerned; None where no worker has the action.
         position: Place of the action in the worker's row, counted from 0; None where it has none.
         action: The action, as ``"1F3"``.
-        waits_for: The action that it waits for, if it waits.
+        waits_for: The result that it waits for, if it waits, written like an action: ``"1I3"`` is
+            the gradient of the input of stage 1.
     """
 
     worker: int | None = None

@@ -59,7 +59,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchweft.pipeline.errors import PartitionError
-from torchweft.pipeline.partition.text import span_text
+from torchweft.pipeline.partition.text import bytes_text, seconds_text, span_text
 
 Schedule: TypeAlias = Literal["1f1b", "gpipe", "pipedream-stashing", "2bw"]
 Array: TypeAlias = NDArray[np.float64]
@@ -336,6 +336,26 @@ class StageCost:
     def compute_seconds(self) -> float:
         """Forward and backward pass of one micro-batch on one replica."""
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def cells(self) -> list[str]:
+        """The costs as text, for a table."""
+        seconds = (
+            self.compute_seconds,
+            self.exchange_seconds,
+            self.transfer_seconds,
+            self.load_seconds,
+        )
+        limit = "none" if self.limit_bytes is None else bytes_text(self.limit_bytes)
+        memory = bytes_text(self.memory_bytes)
+        return [
+            *map(seconds_text, seconds),
+            self.limited_by,
+            str(self.in_flight),
+            str(self.versions),
+            memory if self.is_optimizer_known else f"{memory} + optimizer",
+            limit,
+        ]
 
     @property
     def memory_bytes(self) -> int:

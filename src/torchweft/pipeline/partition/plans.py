@@ -17,9 +17,8 @@ from torchweft.pipeline.partition.text import (
     span_text,
 )
 
-_TIME_HEADER = "stage,layers,workers,forward,backward,exchange,transfer,load,limited by".split(",")
-_MEMORY_HEADER = (
-    "stage,versions,weights,gradients,optimizer,in flight,activations,per worker,limit,"
+_HEADER = (
+    "stage,layers,workers,compute,exchange,transfer,load,limited by,in flight,versions,memory,limit"
 ).split(",")
 
 
@@ -185,17 +184,12 @@ class Plan:
         return worst
 
     def table(self) -> str:
-        """Returns the stages as aligned tables: their time, and the memory of each worker."""
-        if self.slowest is None:
-            return aligned(
-                ["stage", "layers", "workers"],
-                [
-                    [str(number), span_text(stage.layers), span_text(stage.workers)]
-                    for number, stage in enumerate(self.stages)
-                ],
-                left=["layers", "workers"],
-            )
-        return f"{self._time_table()}\n\n{self._memory_table()}"
+        """Returns an aligned table: the time of each stage, and the memory of each worker."""
+        rows = []
+        for number, stage in enumerate(self.stages):
+            row = [str(number), layers_text(stage.layers, stage.names), span_text(stage.workers)]
+            rows.append(row if stage.cost is None else [*row, *stage.cost.cells])
+        return aligned(_HEADER[: len(rows[0])], rows, left=["layers", "workers", "limited by"])
 
     def __str__(self) -> str:
         return f"{self._head()}\n\n{self.table()}"
@@ -218,51 +212,12 @@ class Plan:
         lines.append(
             f"limited by the {cost.limited_by if cost else ''} of stage {self.slowest}{share}"
         )
-        return "\n".join(lines)
-
-    def _time_table(self) -> str:
-        rows = []
-        for number, stage in enumerate(self.stages):
-            if cost := stage.cost:
-                seconds = (
-                    cost.forward_seconds,
-                    cost.backward_seconds,
-                    cost.exchange_seconds,
-                    cost.transfer_seconds,
-                    cost.load_seconds,
-                )
-                first = [str(number), layers_text(stage.layers, stage.names)]
-                first.append(span_text(stage.workers))
-                rows.append([*first, *map(seconds_text, seconds), cost.limited_by])
-        is_endless = self.schedule in ("pipedream-stashing", "2bw")
-        meaning = (
-            "time between two micro-batches"
-            if is_endless
-            else "time of a step beyond its first micro-batch"
+        lines.append(
+            "load: time between two micro-batches, if the stage were the slowest"
+            if self.schedule in ("pipedream-stashing", "2bw")
+            else "load: time of a step beyond its first micro-batch, if the stage were the slowest"
         )
-        table = aligned(_TIME_HEADER, rows, left=["layers", "workers", "limited by"])
-        return f"{table}\n(load: {meaning}, if the stage were the slowest)"
-
-    def _memory_table(self) -> str:
-        rows = []
-        for number, stage in enumerate(self.stages):
-            if cost := stage.cost:
-                optimizer = bytes_text(cost.optimizer_bytes)
-                row = [
-                    str(number),
-                    str(cost.versions),
-                    bytes_text(cost.weight_bytes),
-                    bytes_text(cost.gradient_bytes),
-                    optimizer if cost.is_optimizer_known else "unknown",
-                    str(cost.in_flight),
-                    bytes_text(cost.activation_bytes),
-                    bytes_text(cost.memory_bytes),
-                ]
-                limit = cost.limit_bytes
-                row.append("none" if limit is None else bytes_text(limit))
-                row.append(f"{cost.memory_bytes / limit:.0%}" if limit else "")
-                rows.append(row)
-        return aligned(_MEMORY_HEADER, rows, left=[])
+        return "\n".join(lines)
 
 
 def predicted(stages: Sequence[tuple[range, int]], costs: Costs) -> Plan:

@@ -105,8 +105,7 @@ def test_a_stage_that_does_not_fit_is_named() -> None:
     assert (e.value.first_layer, e.value.last_layer) == (0, 3)
     assert (e.value.needed_bytes, e.value.limit_bytes) == (needed, 25 * 2**20)
     enough = Cluster(2, 1e9, memory_bytes=needed)
-    made = Plan.manual([4], None, PROFILE, enough, n_microbatches=4)
-    assert "  100%" in made.table()
+    assert Plan.manual([4], None, PROFILE, enough, n_microbatches=4).cuts == (4,)
 
 
 @pytest.mark.parametrize(
@@ -126,27 +125,18 @@ def test_stages_must_follow_each_other(stages: list[tuple[range, range]], messag
 def test_text_of_a_synchronous_plan() -> None:
     cluster = Cluster(4, 1e8, memory_bytes=2**27)
     made = Plan.manual([4], [3, 1], PROFILE, cluster, n_microbatches=12)
-    head, times, memory = str(made).split("\n\n")
+    head, table = str(made).split("\n\n")
     assert head.splitlines() == [
         "Plan 3-1: 6 layers as 2 stages on 4 workers",
         "1f1b, a step is 12 micro-batches of 8: 861 ms",
         "limited by the compute of stage 1; workers compute 63% of the time",
+        "load: time of a step beyond its first micro-batch, if the stage were the slowest",
     ]
-    assert times == TIMES.strip("\n")
-    assert memory == MEMORY.strip("\n")
-
-
-TIMES = """
-stage  layers                   workers  forward  backward  exchange  transfer    load  limited by
-    0  0-3 0:Linear … 3:Linear  0-2      40.0 ms   80.0 ms    168 ms   21.0 ms  528 ms  compute
-    1  4-5 4:Linear … 5:Linear  3        20.0 ms   40.0 ms         0         0  660 ms  compute
-(load: time of a step beyond its first micro-batch, if the stage were the slowest)
-"""
-MEMORY = """
-stage  versions   weights  gradients  optimizer  in flight  activations  per worker    limit
-    0         1  4.00 MiB   4.00 MiB   8.00 MiB          2     16.0 MiB    32.0 MiB  128 MiB  25%
-    1         1  2.00 MiB   2.00 MiB   4.00 MiB          1     4.00 MiB    12.0 MiB  128 MiB   9%
-"""
+    titles, first, second = (line.split() for line in table.splitlines())
+    assert titles[:5] == ["stage", "layers", "workers", "compute", "exchange"]
+    assert first[:5] == ["0", "0-3", "0:Linear", "…", "3:Linear"]
+    assert " ".join(first[5:]) == ("0-2 120 ms 168 ms 21.0 ms 528 ms compute 2 1 32.0 MiB 128 MiB")
+    assert " ".join(second[5:]) == "3 60.0 ms 0 0 660 ms compute 1 1 12.0 MiB 128 MiB"
 
 
 def test_text_of_an_asynchronous_plan_without_limits() -> None:
@@ -155,11 +145,11 @@ def test_text_of_an_asynchronous_plan_without_limits() -> None:
         [1], None, Profile(layers, 4), Cluster(2, 1e9), schedule="pipedream-stashing"
     )
     lines = str(made).splitlines()
-    assert lines[1:3] == [
+    assert lines[1:4] == [
         "pipedream-stashing, a step is 1 minibatch of 4: 2.00 s",
         "limited by the transfer of stage 0; workers compute 10% of the time",
+        "load: time between two micro-batches, if the stage were the slowest",
     ]
-    assert lines[5].split() == "0 0 a 0 100 ms 200 ms 0 2.00 s 2.00 s transfer".split()
-    assert lines[7] == "(load: time between two micro-batches, if the stage were the slowest)"
-    assert lines[10].split() == "0 2 0 0 0 2 0 0 none".split()
-    assert lines[11].split() == "1 1 2.00 KiB 2.00 KiB unknown 1 0 4.00 KiB none".split()
+    first = "0 0 a 0 300 ms 0 2.00 s 2.00 s transfer 2 2 0 none"
+    assert lines[6].split() == first.split()
+    assert lines[7].split()[-6:] == "1 4.00 KiB + optimizer none".split()
