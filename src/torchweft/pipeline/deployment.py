@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchweft.arguments import check_workers, wrong_type
 from torchweft.engine.worker.current import current
@@ -17,20 +17,17 @@ from torchweft.pipeline.copies import Copies, find_copies
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.host import Form, Host, set_up
 from torchweft.pipeline.minibatches import (
-    OptimizerMaker,
     blame,
     check_endless,
     check_updates,
     short_table,
 )
-from torchweft.pipeline.runner import Assignment
+from torchweft.pipeline.runner import Assignment, Settings
 from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
 from torchweft.pipeline.wiring import BATCH, Take, pick
 from torchweft.rpc import Future, RRef, as_completed, get_worker_info, on, rpc_async
 from torchweft.rpc.futures import ignore_errors
 
-WAIT_S = 60.0
-"""How long stages wait for one another by default, and calls of a pipeline at least."""
 _END_S = 5.0
 _numbers = shared_count(1)
 
@@ -40,31 +37,6 @@ class Schedules(Protocol):
 
     def table(self, n_workers: int, /) -> Table:
         """Returns the table."""
-
-
-class Settings(NamedTuple):
-    """The settings of a pipeline that do not depend on where its stages are.
-
-    Attributes:
-        loss: The loss function.
-        checkpoint: When activations are dropped and computed again.
-        is_mean: Whether the loss of a batch is the mean over its micro-batches.
-        limit_s: How long a stage waits for a value of another stage.
-        maker: Makes the optimizers that an asynchronous schedule steps.
-        check_finite: Whether stages look for NaN and infinity.
-    """
-
-    loss: Callable[[Any, Any], Tensor] | None
-    checkpoint: str
-    is_mean: bool
-    limit_s: float
-    maker: OptimizerMaker | None
-    check_finite: bool
-
-    @property
-    def answer_s(self) -> float:
-        """How long to wait for a worker that sets up its stages, or reads or writes their state."""
-        return max(self.limit_s, WAIT_S)
 
 
 class Layout(NamedTuple):
@@ -197,7 +169,6 @@ class Deployment:
         sources = {stage: self.stages.sources[stage] for stage in self.table.stages_of(row)}
         if info.name == current().me.name:
             sources = copy.deepcopy(sources)  # Another worker gets copies as well.
-        is_divided = settings.is_mean and not self.endless
         assignment = Assignment(
             pipe=number,
             worker=row,
@@ -205,16 +176,11 @@ class Deployment:
             table=self.table,
             wiring=self.stages.wiring,
             stages=sources,
-            loss=settings.loss,
-            divisor=self.table.n_microbatches if is_divided else 1,
-            checkpoint=settings.checkpoint,
             copies=copies,
-            timeout_s=settings.limit_s,
             driver=current().me.name,
-            check_finite=settings.check_finite,
             has_names=self.stages.has_names,
             endless=self.endless,
-            is_mean=settings.is_mean,
+            settings=settings,
         )
         return rpc_async(info, set_up, args=(assignment,), timeout=settings.answer_s)
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +25,11 @@ from torchweft.errors import (
 from torchweft.pipeline.batches import check_untrained, uncut
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.host import Host
+from torchweft.pipeline.runner import OptimizerMaker
 from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
 from torchweft.pipeline.streaming import Report, Reports
 from torchweft.pipeline.wiring import BATCH, Wiring, pick
 from torchweft.rpc import RRef, on
-
-T = TypeVar("T")
-OptimizerMaker = Callable[[list[Tensor]], torch.optim.Optimizer]
-"""Makes the optimizer of one worker's weights."""
 
 _END_S = 5.0
 
@@ -90,51 +87,6 @@ def check_endless(
         )
 
 
-class Window(Generic[T]):
-    """Lets minibatches enter as long as few are under way; puts their results in order.
-
-    Args:
-        bound: The most minibatches that have entered and whose results were not taken.
-    """
-
-    def __init__(self, bound: int) -> None:
-        self.bound = bound
-        self.n_entered = 0
-        self.n_taken = 0
-        self._results: dict[int, T] = {}
-
-    @property
-    def has_room(self) -> bool:
-        """Whether one more minibatch may enter."""
-        return self.n_entered - self.n_taken < self.bound
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the results of all minibatches were taken."""
-        return self.n_entered == self.n_taken
-
-    @property
-    def has_next(self) -> bool:
-        """Whether the result that is to be taken next is there."""
-        return self.n_taken in self._results
-
-    def enter(self) -> int:
-        """Notes that a minibatch enters; returns its number, counted from 0."""
-        number = self.n_entered
-        self.n_entered += 1
-        return number
-
-    def put(self, minibatch: int, result: T) -> None:
-        """Keeps the result of a minibatch until it is its turn."""
-        self._results[minibatch] = result
-
-    def take(self) -> T:
-        """Returns the next result."""
-        result = self._results.pop(self.n_taken)
-        self.n_taken += 1
-        return result
-
-
 class _Ended(NamedTuple):
     """A worker has answered a call."""
 
@@ -172,7 +124,9 @@ class Run:
         self._events = reports.events
         self._reports = RRef(reports)
         self._running: set[int] = set()
-        self.window: Window[Tensor] = Window(2 * len(hosts) + max(map(len, self._seats)))
+        self._bound = 2 * len(hosts) + max(map(len, self._seats))  # of those under way
+        self._n_entered = self._n_taken = 0
+        self._losses: dict[int, Tensor] = {}  # those that are there, and were not taken
 
     def losses(self, source: Iterator[Any]) -> Generator[Tensor, None, None]:
         """Yields the losses of all minibatches; ends the run on the workers in any case."""
@@ -180,13 +134,14 @@ class Run:
             self._call_all(Host.start, True, True, {}, {}, self._reports, is_run=True)
             is_open = True
             while True:
-                while is_open and self.window.has_room:
+                while is_open and self._n_entered - self._n_taken < self._bound:
                     is_open = self._enter_next(source)
-                if self.window.is_empty:
+                if self._n_taken == self._n_entered:
                     break
-                while not self.window.has_next:
+                while self._n_taken not in self._losses:
                     self._handle_event()
-                yield self.window.take()
+                self._n_taken += 1
+                yield self._losses.pop(self._n_taken - 1)
             while self._running:
                 self._handle_event()
         finally:
@@ -196,7 +151,7 @@ class Run:
 
     def _enter_next(self, source: Iterator[Any]) -> bool:
         """Takes a minibatch from the program and lets it enter; returns whether there was one."""
-        number = self.window.n_entered
+        number = self._n_entered
         try:
             found = next(source)
         except StopIteration:
@@ -211,7 +166,7 @@ class Run:
         for row, given in enumerate(inputs):
             targets = {number: target} if row == last else {}
             self._call(row, Host.enter, number, given, targets)
-        self.window.enter()
+        self._n_entered += 1
         return True
 
     def _row_of(self, stage: int, minibatch: int) -> int:
@@ -242,7 +197,7 @@ class Run:
         event = self._next_event()
         if isinstance(event, Report):
             device_streams.use(event.mark, event.loss)
-            self.window.put(event.minibatch, event.loss)
+            self._losses[event.minibatch] = event.loss
             return
         if event.is_run:
             self._running.discard(event.row)
@@ -255,9 +210,9 @@ class Run:
             return self._events.get(timeout=None if self._running else self._limit_s)
         except queue.Empty:
             raise PipelineError(
-                f"the loss of minibatch {self.window.n_taken} did not come within "
+                f"the loss of minibatch {self._n_taken} did not come within "
                 f"{self._limit_s:g} s after the workers had ended the run",
-                microbatch=self.window.n_taken,
+                microbatch=self._n_taken,
             ) from None
 
     # The end

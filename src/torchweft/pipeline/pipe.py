@@ -23,20 +23,13 @@ from torchweft.pipeline.batches import TrainingBatches, check_untrained, cut_bat
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
-from torchweft.pipeline.deployment import (
-    WAIT_S,
-    Deployment,
-    Dropping,
-    Layout,
-    Schedules,
-    Settings,
-    check_same,
-)
+from torchweft.pipeline.deployment import Deployment, Dropping, Layout, Schedules, check_same
 from torchweft.pipeline.groups import Group
 from torchweft.pipeline.host import Form, Host
-from torchweft.pipeline.minibatches import OptimizerMaker, Run, iterator_of
+from torchweft.pipeline.minibatches import Run, iterator_of
 from torchweft.pipeline.optimizer import PipeOptimizer, SavedGroups
 from torchweft.pipeline.recording import Recording, WorkerNotes
+from torchweft.pipeline.runner import WAIT_S, OptimizerMaker, Settings
 from torchweft.pipeline.schedules import Table
 from torchweft.pipeline.wiring import Wiring
 from torchweft.rpc import UNSET_RPC_TIMEOUT

@@ -17,9 +17,17 @@ from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.pipeline.checking import check_like_model
 from torchweft.pipeline.cutting import Stages, cut_evenly, find_ties
 from torchweft.pipeline.errors import CutError
-from torchweft.pipeline.part import Operation, Part, State, Value, mapped
 from torchweft.pipeline.partition import Profile
-from torchweft.pipeline.tracing import INPUT, Trace, trace
+from torchweft.pipeline.tracing import (
+    INPUT,
+    Operation,
+    Part,
+    State,
+    Trace,
+    Value,
+    mapped,
+    trace,
+)
 from torchweft.pipeline.wiring import BATCH, Take, Wiring
 
 

@@ -56,6 +56,37 @@ Key = tuple[int, ...]
 """Kind, stage, source and micro-batch of a message."""
 
 
+WAIT_S = 60.0
+"""How long stages wait for one another by default, and calls of a pipeline at least."""
+OptimizerMaker = Callable[[list[Tensor]], torch.optim.Optimizer]
+"""Makes the optimizer of one worker's weights."""
+
+
+class Settings(NamedTuple):
+    """The settings of a pipeline that do not depend on where its stages are.
+
+    Attributes:
+        loss: The loss function.
+        checkpoint: When activations are dropped and computed again.
+        is_mean: Whether the loss of a batch is the mean over its micro-batches.
+        limit_s: How long a stage waits for a value of another stage.
+        maker: Makes the optimizers that an asynchronous schedule steps.
+        check_finite: Whether stages look for NaN and infinity.
+    """
+
+    loss: Callable[[Any, Any], Tensor] | None
+    checkpoint: str
+    is_mean: bool
+    limit_s: float
+    maker: OptimizerMaker | None
+    check_finite: bool
+
+    @property
+    def answer_s(self) -> float:
+        """How long to wait for a worker that sets up its stages, or reads or writes their state."""
+        return max(self.limit_s, WAIT_S)
+
+
 @dataclass(frozen=True)
 class Assignment:
     """What one worker of a pipeline needs to know.
@@ -67,19 +98,13 @@ class Assignment:
         table: The table.
         wiring: The values between the stages.
         stages: By number, a function that makes the stage's module, or the module.
-        loss: The loss function, for the worker of the last stage.
-        divisor: The number that each loss is divided by.
-        checkpoint: When activations are dropped: ``"always"``, ``"except_last"`` or ``"never"``.
         copies: The weights that exist more than once.
-        timeout_s: How long to wait for one message.
         driver: The name of the driver.
-        check_finite: Whether the stages check that their results are finite.
         has_names: Whether the names in a stage are unique in the pipeline; otherwise the number of
             the stage goes before them.
         endless: Makes the rows of an asynchronous pipeline; None for a synchronous one. The table
             is then only for forwards without gradients.
-        is_mean: Whether the gradients of an update of ``endless`` are divided by the number of its
-            minibatches.
+        settings: The settings of the pipeline.
     """
 
     pipe: int
@@ -88,16 +113,17 @@ class Assignment:
     table: Table
     wiring: Wiring
     stages: Mapping[int, Callable[[], nn.Module] | nn.Module]
-    loss: Callable[[Any, Any], Tensor] | None
-    divisor: int
-    checkpoint: str
     copies: Copies
-    timeout_s: float
     driver: str
-    check_finite: bool
     has_names: bool
     endless: SchedulePipeDream | None
-    is_mean: bool
+    settings: Settings
+
+    @property
+    def divisor(self) -> int:
+        """The number that each loss is divided by."""
+        is_divided = self.settings.is_mean and self.endless is None
+        return self.table.n_microbatches if is_divided else 1
 
 
 class Start(NamedTuple):
@@ -144,15 +170,13 @@ class Runner:
         self.assignment = assignment
         self.name = assignment.workers[assignment.worker]
         table, wiring = assignment.table, assignment.wiring
-        last = table.n_stages - 1
+        last, loss = table.n_stages - 1, assignment.settings.loss
         self.stages = {
             stage: self._make_stage(
                 stage,
                 self._made(stage, made),
                 wiring,
-                Objective(assignment.loss, assignment.divisor)
-                if stage == last and assignment.loss is not None
-                else None,
+                Objective(loss, assignment.divisor) if stage == last and loss is not None else None,
                 self._checkpoints,
             )
             for stage, made in separated(assignment.stages).items()
@@ -202,12 +226,12 @@ class Runner:
         return module
 
     def _make_stage(self, *args: Any) -> StageRun:
-        if self.assignment.check_finite:
+        if self.assignment.settings.check_finite:
             return CheckedStage(*args, unit=self.unit, worker=self.name, peer_of=self._peer_of)
         return StageRun(*args)
 
     def _checkpoints(self, microbatch: int) -> bool:
-        rule = self.assignment.checkpoint
+        rule = self.assignment.settings.checkpoint
         if rule == "except_last":
             return microbatch < self.assignment.table.n_microbatches - 1
         return rule == "always"
@@ -303,7 +327,7 @@ class Runner:
         arrived = self._arrived
         if wanted not in arrived:
             began_s = time.monotonic()
-            deadline_s = began_s + (limit_s or self.assignment.timeout_s)
+            deadline_s = began_s + (limit_s or self.assignment.settings.limit_s)
             parts = partial(self._awaited_since, key, began_s)
             while wanted not in arrived:
                 if self._mail.empty():
@@ -354,9 +378,9 @@ class Runner:
     def _too_late(self, key: Key) -> PipelineError:
         stage, sender, wanted = self.awaited(key)
         return PipelineError(
-            f"stage {stage} on worker {self.name!r} waited {self.assignment.timeout_s:g} s for "
-            f"{wanted} on {sender!r}; that stage takes longer, or waits "
-            "itself: see torchweft.rpc.stacks(), or raise timeout",
+            f"stage {stage} on worker {self.name!r} waited {self.assignment.settings.limit_s:g} s "
+            f"for {wanted} on {sender!r}; that stage takes longer, or waits itself: see "
+            "torchweft.rpc.stacks(), or raise timeout",
             stage=stage,
             worker=self.name,
             microbatch=key[3],

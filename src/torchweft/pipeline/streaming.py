@@ -245,7 +245,7 @@ class StreamRunner(Runner):
         self._add_copies(minibatch)
         count = minibatch + 1 - self._n_updated
         self._n_updated = minibatch + 1
-        if self.assignment.is_mean and count > 1:
+        if self.assignment.settings.is_mean and count > 1:
             for weight in self.stages[self._stage].parameters():
                 if weight.grad is not None:
                     weight.grad = weight.grad / count

@@ -17,7 +17,7 @@ from torch.distributed import pipelining
 from tests.unit.pipeline.stages_alone import compare, run, sent
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.pipeline import BATCH, CutError, SplitPoint, StageMismatch, Take, cut_model
-from torchweft.pipeline.part import Operation, Part, Value
+from torchweft.pipeline.tracing import Operation, Part, Value
 
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
 

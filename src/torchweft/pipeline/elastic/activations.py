@@ -205,7 +205,7 @@ class FrozenFront(nn.Sequential):
     def _front(self, inputs: Any, samples: list[int], homes: list[int]) -> Any:
         if NOT_A_SAMPLE in samples:
             return self._run(inputs, 0)
-        store = self._stores[current().me.id].local_value()
+        store = self._own_store()
         found = [*self._found(store, samples, homes)]
         known = {sample for kept in found for sample in kept.samples}
         places = {sample: place for place, sample in enumerate(samples) if sample not in known}
@@ -214,6 +214,9 @@ class FrozenFront(nn.Sequential):
             whole = _kept(0, list(places), len(samples), inputs)
             found.append(whole._replace(leaves=[leaf[rows] for leaf in whole.leaves]))
         return _joined([self._deepened(store, kept) for kept in found], samples)
+
+    def _own_store(self) -> ActivationStore:
+        return self._stores[current().me.id].local_value()
 
     def _run(self, value: Any, depth: int) -> Any:
         for layer in self._frozen(depth):

@@ -26,7 +26,7 @@ from torchweft.pipeline.elastic.activations import (
     ActivationStore,
     FrontMaker,
 )
-from torchweft.pipeline.elastic.freezing import Freezing, choose_length, largest_part
+from torchweft.pipeline.elastic.epochs import Freezing, choose_length, largest_part
 from torchweft.pipeline.optimizer import PipeOptimizer
 from torchweft.pipeline.partition import Profile, balance
 from torchweft.pipeline.pipe import Pipe

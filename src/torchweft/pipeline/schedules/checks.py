@@ -1,9 +1,9 @@
 """Checks that a table is complete and can be run to its end.
 
 The rules: every stage has one forward and one backward pass of every micro-batch, all on one
-worker; the backward pass is whole, or an input part and a weight part. Updates, if there are any,
-take in every minibatch, and are the same on all replicas of a stage. Every worker can run its row
-in order, with receives that block and sends that do not, without waiting for ever.
+worker; the backward pass is whole, or an input part and a weight part. Every worker can run its row
+in order, with receives that block and sends that do not, without waiting for ever. An update waits
+for the backward passes of all minibatches since the one before it, on every replica.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from collections import defaultdict
 
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline.errors import TableError
-from torchweft.pipeline.schedules.actions import Action, Edges, Kind, Run, chain, run, updates_of
-from torchweft.pipeline.schedules.pipedream import versions_of
-from torchweft.pipeline.schedules.table import Table
+from torchweft.pipeline.schedules.table import Action, Edges, Kind, Run, Table, chain, run
 
 Place = tuple[int, int]
 """A worker and a position in its row."""
@@ -38,12 +36,9 @@ def check(table: Table, edges: Edges | None = None) -> None:
     """
     edges = checked_edges(table, edges)
     _check_passes(table)
-    if table.is_asynchronous:
-        _check_updates(table)
     ran = run(table.rows, edges, lambda action: 0.0)
     if ran.missing:
         raise _stuck(table, ran)
-    _check_versions(table)
 
 
 def checked_edges(table: Table, edges: Edges | None) -> Edges:
@@ -99,43 +94,6 @@ def _check_passes(table: Table) -> None:
                 "I and W",
                 action,
                 places.get(kind) or next(iter(places.values()), (None, None))[0],
-            )
-
-
-def _check_updates(table: Table) -> None:
-    """Checks that every replica runs the updates of its stage, each once and in their order."""
-    updates = updates_of(table.rows)
-    last = table.n_microbatches - 1
-    for stage in range(table.n_stages):
-        due = [Action(stage, Kind.UPDATE, each) for each in sorted({*updates[stage], last})]
-        for worker in table.replicas(stage):
-            row = table.rows[worker]
-            found = [action for action in row if action in due]
-            if found != due:
-                pairs = itertools.zip_longest(due, found)
-                wanted, present = next(pair for pair in pairs if pair[0] != pair[1])
-                raise _error(
-                    f"{present or 'the end of the row'} is where {wanted or 'no update'} is due: "
-                    f"every replica of stage {stage} runs its {len(due)} updates, each once, in "
-                    f"the order of the minibatches, the last one after minibatch {last}",
-                    present or wanted,
-                    worker,
-                )
-
-
-def _check_versions(table: Table) -> None:
-    """Checks that each forward pass finds the version of the parameters that it is to use."""
-    versions = versions_of(table)
-    for (stage, microbatch), version in versions.used.items():
-        newest = versions.newest[stage, microbatch]
-        if version > newest:
-            forward = Action(stage, Kind.FORWARD, microbatch)
-            worker = table.worker_of(stage, microbatch)
-            raise _error(
-                f"{forward} is to use version {version} of the parameters "
-                f"({table.weights.value}), but {newest} updates come before it in the row",
-                forward,
-                (worker, table.rows[worker].index(forward)),
             )
 
 

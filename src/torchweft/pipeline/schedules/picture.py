@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from torchweft.pipeline.schedules.actions import (
+from torchweft.pipeline.schedules.table import (
     KIND_NAMES,
     Action,
     Edges,

@@ -17,7 +17,6 @@ from typing import ClassVar, NamedTuple
 
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline.errors import ScheduleError
-from torchweft.pipeline.schedules.actions import Action, Kind, Weights, updates_of
 from torchweft.pipeline.schedules.synchronous import (
     Placement,
     Seat,
@@ -25,7 +24,7 @@ from torchweft.pipeline.schedules.synchronous import (
     checked_replicas,
     seats_of,
 )
-from torchweft.pipeline.schedules.table import Table
+from torchweft.pipeline.schedules.table import Action, Kind, Table, Weights, updates_of
 
 Work = tuple[int, int]
 """A stage and a minibatch."""

@@ -19,8 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline.errors import ScheduleError
-from torchweft.pipeline.schedules.actions import Action, Kind
-from torchweft.pipeline.schedules.table import Table
+from torchweft.pipeline.schedules.table import Action, Kind, Table
 
 Placement = tuple[tuple[int, ...], ...]
 """For each worker the stages that it holds, in the order in which a micro-batch meets them."""

@@ -15,20 +15,20 @@ from statistics import fmean, median
 
 from torchweft.arguments import wrong_type
 from torchweft.errors import ConfigurationError
-from torchweft.pipeline.schedules.actions import (
+from torchweft.pipeline.schedules.checks import check, checked_edges
+from torchweft.pipeline.schedules.picture import picture, trace_events
+from torchweft.pipeline.schedules.pipedream import versions_of
+from torchweft.pipeline.schedules.table import (
     Action,
     Edges,
     Kind,
     Needs,
     Span,
+    Table,
     chain,
     results_of,
     run,
 )
-from torchweft.pipeline.schedules.checks import check, checked_edges
-from torchweft.pipeline.schedules.picture import picture, trace_events
-from torchweft.pipeline.schedules.pipedream import versions_of
-from torchweft.pipeline.schedules.table import Table
 
 
 @dataclass(frozen=True, slots=True)

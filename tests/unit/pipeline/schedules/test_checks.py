@@ -20,10 +20,9 @@ from torchweft.pipeline.schedules import (
     ScheduleZBVZeroBubble,
     Table,
     TableError,
-    Weights,
     check,
 )
-from torchweft.pipeline.schedules.actions import chain
+from torchweft.pipeline.schedules.table import chain
 
 Drawn = tuple[AnySchedule, int]
 
@@ -53,10 +52,7 @@ def test_a_dropped_action_is_named(drawn: Drawn, data: st.DataObject) -> None:
     worker, place = place_of(table, data)
     row = table.rows[worker]
     lost = row[place]
-    if lost.kind is Kind.UPDATE:
-        assume(lost.microbatch == table.n_microbatches - 1)  # others are taken in by the next one
-        # A table without updates is a synchronous one, and right.
-        assume(sum(each.kind is Kind.UPDATE for other in table.rows for each in other) > 1)
+    assume(lost.kind is not Kind.UPDATE)
     error = refused(altered(table, worker, row[:place] + row[place + 1 :]))
     assert error.action == str(lost)
     assert error.position is None
@@ -70,6 +66,7 @@ def test_a_doubled_action_is_named(drawn: Drawn, data: st.DataObject) -> None:
     table = schedule.table(n_workers)
     worker, place = place_of(table, data)
     row = table.rows[worker]
+    assume(row[place].kind is not Kind.UPDATE)
     error = refused(altered(table, worker, (*row, row[place])))
     assert error.action == str(row[place])
     assert error.worker == worker
@@ -177,31 +174,9 @@ def test_an_action_out_of_range_is_refused(action: Action) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ("0F0,0B0,0U0,0F1,0B1", r"^worker 0: the end of the row is where 0U1 is due: .* 2 updates"),
-        ("0F0,0B0,0U0,0U0,0F1,0B1,0U1", r"^worker 0: 0U0 is where 0U1 is due"),
-        ("0F0,0U0,0B0,0F1,0B1,0U1", r"position 1: 0U0 waits for 0W0"),
-        ("0F0,0F1,0B0,0B1,0U1,0U0", r"^worker 0: 0U1 is where 0U0 is due"),
-        ("0F0,0B0,0U1\n0F1,0B1", r"^worker 1: the end of the row .* every replica of stage 0"),
-        ("0F0,0B0,0U1\n0F1,0B1,0U1,0U1", r"^worker 1: 0U1 is where no update is due"),
-        ("0F0,0B0,0U0,0F1,0B1,0U1\n1F0,1B0,1F1,1B1", r"^worker 1: .* where 1U1 is due"),
-    ],
-)
-def test_updates_take_in_each_minibatch_once(rows: str, message: str) -> None:
-    with pytest.raises(TableError, match=message):
-        check(Table.from_csv(rows))
-
-
-def test_a_version_that_comes_too_late_is_refused() -> None:
-    rows = "0F0,0B0,0U0,0F1,0B1,0U1\n1F0,1B0,1F1,1B1,1U1"
-    check(Table.from_csv(rows))
-    error = refused(Table.from_csv(rows, weights=Weights.VERTICAL_SYNC))
-    assert str(error) == (
-        "worker 1, position 2: 1F1 is to use version 1 of the parameters (vertical-sync), but 0 "
-        "updates come before it in the row"
-    )
+def test_an_update_waits_for_its_minibatches() -> None:
+    error = refused(Table.from_csv("0F0,0U0,0B0,0F1,0B1,0U1"))
+    assert (error.action, error.waits_for) == ("0U0", "0W0")
 
 
 @pytest.mark.parametrize(

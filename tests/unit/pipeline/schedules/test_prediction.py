@@ -33,7 +33,7 @@ from torchweft.pipeline.schedules import (
     Timeline,
     predict,
 )
-from torchweft.pipeline.schedules.actions import chain
+from torchweft.pipeline.schedules.table import chain
 
 
 def timeline(schedule: AnySchedule, n_workers: int) -> Timeline:

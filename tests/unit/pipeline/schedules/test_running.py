@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from torchweft.pipeline.schedules import Span, Table
-from torchweft.pipeline.schedules.actions import Run, chain, run
+from torchweft.pipeline.schedules.table import Run, chain, run
 
 
 def ran(rows: str, latency_s: float = 0.0) -> Run:
