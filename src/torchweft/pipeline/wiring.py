@@ -11,7 +11,6 @@ from torch.utils import _pytree
 
 from torchweft.arguments import kind_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.pipeline.partition.text import aligned
 
 BATCH = -1
 """The source that stands for the batch, as it was passed to the pipeline."""
@@ -103,11 +102,6 @@ class Wiring:
     def taken(self, stage: int, source: int) -> tuple[Take, ...]:
         """Returns the arguments that ``stage`` takes from ``source``, in order."""
         return tuple(take for take in self.takes[stage] if take.source == source)
-
-    def describe(self) -> str:
-        """Returns an aligned table: which values each stage takes, and from where."""
-        rows = [[str(stage), self.text(stage)] for stage in range(len(self.takes))]
-        return aligned(["stage", "takes"], rows, left=["takes"])
 
     def text(self, stage: int) -> str:
         """Returns the values that a stage takes as text: ``hidden, cos from stage 0``."""

@@ -56,9 +56,6 @@ class Plan:
         microbatch_size: Samples of a micro-batch; None for a plan without a profile.
         step_seconds: Predicted time of a step, which is one minibatch for ``pipedream-stashing``;
             None for a plan without a profile.
-
-    Raises:
-        PartitionError: If the stages do not follow each other.
     """
 
     stages: tuple[StagePlan, ...]
@@ -67,27 +64,6 @@ class Plan:
     n_microbatches: int | None = None
     microbatch_size: int | None = None
     step_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.stages:
-            raise PartitionError("the plan has no stages; it needs at least one")
-        layer, worker = 0, self.stages[0].workers.start
-        for number, stage in enumerate(self.stages):
-            if stage.layers.start != layer or not stage.layers:
-                raise PartitionError(
-                    f"stage {number} has layers {stage.layers}; it must have at least one, "
-                    f"from layer {layer} on"
-                )
-            if stage.workers.start != worker or not stage.workers:
-                raise PartitionError(
-                    f"stage {number} has workers {stage.workers}; it must have at least one, "
-                    f"from worker {worker} on"
-                )
-            layer, worker = stage.layers.stop, stage.workers.stop
-        if worker > self.n_workers:
-            raise PartitionError(
-                f"the stages need {worker} workers, and there are {self.n_workers}"
-            )
 
     @classmethod
     def manual(

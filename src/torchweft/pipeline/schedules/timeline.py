@@ -14,6 +14,7 @@ from itertools import accumulate
 from statistics import fmean, median
 
 from torchweft.arguments import wrong_type
+from torchweft.columns import aligned
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline.schedules.checks import check, checked_edges
 from torchweft.pipeline.schedules.picture import picture, trace_events
@@ -272,24 +273,20 @@ def report(
     """
     step = "run" if predicted.table.is_asynchronous else "step"
     steps = f"{len(measured)} {step}s" if len(measured) > 1 else f"1 {step}"
-    width = max(map(len, (*names, "worker")))
-    line = f"{{:{width}}}  {{:>8}}  {{:>9}}  {{:>8}}  {{:>9}}".format
-    lines = [
-        f"{predicted.table.name}, {steps} measured",
-        f"{'':{width}}  {'idle':^19}  {'activations held':^19}".rstrip(),
-        line("worker", *["measured", "predicted"] * 2),
-    ]
-    columns = zip(*[each.idle_shares for each in measured], strict=True)
-    rows = zip(
-        names, columns, predicted.idle_shares, peak_held, predicted.peak_activations, strict=True
-    )
-    for name, idle, expected, held, kept in rows:
-        lines.append(line(name, _percent(fmean(idle)), _percent(expected), held, kept))
-    idle_share = fmean(each.idle_share for each in measured)
-    lines.append(line("all", _percent(idle_share), _percent(predicted.idle_share), "", ""))
+    idle = [fmean(shares) for shares in zip(*[m.idle_shares for m in measured], strict=True)]
+    all_idle = fmean(each.idle_share for each in measured)
     took_s = median(each.makespan_s for each in measured)
-    lines.append(line(step, _seconds(took_s), _seconds(predicted.makespan_s), "", ""))
-    return "\n".join(each.rstrip() for each in lines)
+    rows = [["worker", *["measured", "predicted"] * 2]]
+    for name, *shares, held, kept in zip(
+        names, idle, predicted.idle_shares, peak_held, predicted.peak_activations, strict=True
+    ):
+        rows.append([name, *map(_percent, shares), str(held), str(kept)])
+    rows.append(["all", _percent(all_idle), _percent(predicted.idle_share), "", ""])
+    rows.append([step, _seconds(took_s), _seconds(predicted.makespan_s), "", ""])
+    lines = aligned(rows, [True, False, False, False, False])
+    width = max(len(row[0]) for row in rows)
+    head = f"{'':{width}}  {'idle':^19}  {'activations held':^19}".rstrip()
+    return "\n".join([f"{predicted.table.name}, {steps} measured", head, *lines])
 
 
 def _percent(share: float) -> str:

@@ -13,7 +13,6 @@ from torchweft.pipeline.partition import (
     PartitionError,
     Plan,
     Profile,
-    StagePlan,
     plan,
 )
 
@@ -106,20 +105,6 @@ def test_a_stage_that_does_not_fit_is_named() -> None:
     assert (e.value.needed_bytes, e.value.limit_bytes) == (needed, 25 * 2**20)
     enough = Cluster(2, 1e9, memory_bytes=needed)
     assert Plan.manual([4], None, PROFILE, enough, n_microbatches=4).cuts == (4,)
-
-
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        ([(range(1, 2), range(1))], r"stage 0 has layers range\(1, 2\); .* from layer 0 on"),
-        ([(range(2), range(1)), (range(2, 2), range(1, 2))], "stage 1 has layers .* from layer 2"),
-        ([(range(2), range(1)), (range(2, 3), range(1))], "stage 1 has workers .* from worker 1"),
-        ([(range(2), range(3, 3))], "stage 0 has workers .* at least one"),
-    ],
-)
-def test_stages_must_follow_each_other(stages: list[tuple[range, range]], message: str) -> None:
-    with pytest.raises(PartitionError, match=message):
-        Plan(tuple(StagePlan(*stage) for stage in stages), n_workers=4, schedule="1f1b")
 
 
 def test_text_of_a_synchronous_plan() -> None:
