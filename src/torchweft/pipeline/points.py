@@ -96,10 +96,10 @@ def cut_model(
     points = _checked_points(model, cuts)
     arguments = _arguments(model, example_args, dict(example_kwargs or {}))
     found = trace(model, list(points), arguments.args, arguments.kwargs)
-    steps, takes = _batch_apart(_without_unused(found.steps), arguments.takes)
+    steps = _without_unused(found.steps)
     sections = _sections(steps, _bounds(found, steps, points))
     _check_in_place(steps, sections, model)
-    stages = _Assembly(model, steps, sections, takes, found.only_mode).stages()
+    stages = _Assembly(model, steps, sections, arguments.takes, found.only_mode).stages()
     if example_args or example_kwargs:
         check_like_model(stages, model, example_args, example_kwargs or {}, arguments.batch)
     return stages
@@ -185,42 +185,6 @@ def _arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def _is_input(value: Any) -> bool:
     return value is INPUT or any(isinstance(each, Tensor) for each in _pytree.tree_leaves(value))
-
-
-def _batch_apart(
-    steps: Sequence[Operation], takes: Sequence[Take]
-) -> tuple[list[Operation], list[Take]]:
-    """Makes each entry of a batch that is a single dict an input, so that it is sent alone."""
-    inputs = [step for step in steps if step.kind == "input"]
-    names = {
-        step.name for step, take in zip(inputs, takes, strict=True) if take == Take(BATCH, None)
-    }
-    left = iter(takes)
-    found: list[Operation] = []
-    by_step: list[Take] = []
-    entries: dict[str, Value] = {}
-    same: dict[str, Value] = {}
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, Value):
-            return same.get(value.name, value)
-        return mapped(value, replaced)
-
-    for step in steps:
-        step = step._replace(args=replaced(step.args), kwargs=replaced(step.kwargs))
-        if step.kind == "input":
-            by_step.append(next(left))
-        elif _is_look(step) and step.args[0].name in names and step.target is operator.getitem:
-            key = step.args[1]
-            if key in entries:
-                same[step.name] = entries[key]
-                continue
-            if isinstance(key, str):
-                entries[key] = Value(step.name)
-                by_step.append(Take(BATCH, key))
-                step = step._replace(kind="input", args=())
-        found.append(step)
-    return found, by_step
 
 
 # Where the cuts are

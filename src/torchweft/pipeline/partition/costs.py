@@ -15,21 +15,20 @@ the maximum.) ``Execution`` refines this where the schedules of Weft differ from
 schedule            load of a stage; link of X = 2 a / B          predicted time of a step
 ==================  ===========================================  ===================================
 pipedream-stashing  max(T / r, V / r); X                          max load
-2bw                 max(T / r, V / M); X                          M · max load
 1f1b, gpipe         (⌈M / r⌉ - 1) T + V; (M - 1) X                Σ T + Σ X + max load
 ==================  ===========================================  ===================================
 
 M is the number of micro-batches of a step. V is the time of one exchange of gradients, the paper's
 2 (r - 1) w / B: one replica receives from all others and answers them. Micro-batches that share an
 exchange divide its time: r of them with weight stashing, which updates once each replica has
-computed one; all M of them in the other schedules. In a
+computed one. In a
 synchronous step the pipeline fills and drains: one micro-batch passes all stages and links, the
 other micro-batches add the load of the slowest, and its exchange comes last, hidden by nothing.
 
 Memory of a worker: (versions + 1) · weights + optimizer state + fixed + in flight · saved. The
 added copy is the gradient. With n workers in this stage and all later stages, in flight is ⌈n / r⌉
 as in PipeDream, at most ⌈M / r⌉ in a synchronous step, and ⌈M / r⌉ for GPipe. Versions: 1 in a
-synchronous schedule; 2 for 2BW; as many as in flight with weight stashing.
+synchronous schedule; as many as in flight with weight stashing.
 
 Approximations:
 
@@ -61,7 +60,7 @@ from numpy.typing import NDArray
 from torchweft.pipeline.errors import PartitionError
 from torchweft.pipeline.partition.text import bytes_text, seconds_text, span_text
 
-Schedule: TypeAlias = Literal["1f1b", "gpipe", "pipedream-stashing", "2bw"]
+Schedule: TypeAlias = Literal["1f1b", "gpipe", "pipedream-stashing"]
 Array: TypeAlias = NDArray[np.float64]
 Number: TypeAlias = Any
 """A float or an array of floats: each formula is written once, for one stage and for all stages."""
@@ -241,8 +240,7 @@ class Execution:
         if self.is_synchronous:
             repeats = math.ceil(self.n_microbatches / replicas) - 1
             return repeats * compute, exchange, (self.n_microbatches - 1) * link
-        sharing = replicas if self.schedule == "pipedream-stashing" else self.n_microbatches
-        return compute / replicas, exchange / sharing, link
+        return compute / replicas, exchange / replicas, link
 
     def load(self, parts: tuple[Number, Number, Number]) -> Number:
         """Returns the load that ``load_parts`` make together."""
@@ -268,31 +266,15 @@ class Execution:
             return step
         return min(pipeline, step) if self.schedule == "1f1b" else pipeline
 
-    def refusal(self, n_workers: int, replicas: int) -> str:
-        """Returns why a stage cannot have so many replicas; empty if it can.
-
-        Arguments as for ``in_flight``.
-        """
-        count = self.n_microbatches
-        if self.is_synchronous and replicas > count:
-            return f"each replica needs one of the {count} micro-batches"
-        if self.schedule != "2bw":
-            return ""
-        if count % replicas:
-            return f"the {count} micro-batches of an update must be the same number for each"
-        under_way = replicas * self.in_flight(n_workers, replicas)
-        if under_way > count:
-            return (
-                f"with {under_way} micro-batches under way, an update of {count} micro-batches "
-                "would need more than two versions of the weights"
-            )
+    def refusal(self, replicas: int) -> str:
+        """Returns why a stage cannot have so many replicas; empty if it can."""
+        if self.is_synchronous and replicas > self.n_microbatches:
+            return f"each replica needs one of the {self.n_microbatches} micro-batches"
         return ""
 
     def versions(self, in_flight: int) -> int:
         """Returns how many versions of its weights a worker holds."""
-        if self.schedule == "pipedream-stashing":
-            return in_flight
-        return 2 if self.schedule == "2bw" else 1
+        return 1 if self.is_synchronous else in_flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,7 +409,7 @@ class Costs:
         forward = sum(layer.forward_seconds for layer in profiles)
         backward = sum(layer.backward_seconds for layer in profiles)
         weights = sum(layer.weight_bytes for layer in profiles)
-        if refusal := self.execution.refusal(n_workers, len(workers)):
+        if refusal := self.execution.refusal(len(workers)):
             raise PartitionError(
                 f"layers {span_text(layers)} cannot be a stage with {len(workers)} replicas: "
                 f"{refusal}"

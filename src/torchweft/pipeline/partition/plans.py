@@ -190,7 +190,7 @@ class Plan:
         )
         lines.append(
             "load: time between two micro-batches, if the stage were the slowest"
-            if self.schedule in ("pipedream-stashing", "2bw")
+            if self.schedule == "pipedream-stashing"
             else "load: time of a step beyond its first micro-batch, if the stage were the slowest"
         )
         return "\n".join(lines)

@@ -184,10 +184,9 @@ def plan(
     Args:
         profile: The model, measured with the size of one micro-batch.
         cluster: The workers. Stages take them in order, and all of them.
-        schedule: ``"1f1b"``, ``"gpipe"``, ``"pipedream-stashing"`` or ``"2bw"``.
+        schedule: ``"1f1b"``, ``"gpipe"`` or ``"pipedream-stashing"``.
         n_microbatches: Micro-batches of one step, over all replicas; needed except for
-            ``"pipedream-stashing"``, where each minibatch is a step. For ``"2bw"``, a multiple of
-            the number of workers allows every plan.
+            ``"pipedream-stashing"``, where each minibatch is a step.
 
     Raises:
         DoesNotFit: If no plan fits the memory; names the layers, what they need and the limit.
@@ -207,7 +206,7 @@ def plan(
 def _search(costs: Costs, loads: Callable[[range, int], Array]) -> Search:
     total = costs.cluster.n_workers
     allowed = [
-        [r for r in range(n, 0, -1) if not costs.execution.refusal(n, r)] for n in range(total + 1)
+        [r for r in range(n, 0, -1) if not costs.execution.refusal(r)] for n in range(total + 1)
     ]
 
     def workers(n_workers: int, replicas: int) -> range:

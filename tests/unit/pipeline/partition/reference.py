@@ -77,9 +77,6 @@ def is_synchronous(case: Case) -> bool:
 def is_allowed(case: Case, replicas: int, in_flight: int) -> bool:
     if is_synchronous(case):
         return replicas <= case.n_microbatches
-    if case.schedule == "2bw":
-        per_update = case.n_microbatches / replicas
-        return per_update == int(per_update) and in_flight <= per_update
     return True
 
 
@@ -89,7 +86,7 @@ def in_flight_of(case: Case, after: int, replicas: int) -> int:
 
 
 def memory_of(case: Case, layers: range, in_flight: int) -> int:
-    versions = {"pipedream-stashing": in_flight, "2bw": 2}.get(case.schedule, 1)
+    versions = {"pipedream-stashing": in_flight}.get(case.schedule, 1)
     total = 0
     for layer in (case.profile.layers[number] for number in layers):
         total += (versions + 1) * layer.weight_bytes + layer.fixed_bytes

@@ -89,8 +89,6 @@ def test_replicas_divide_the_micro_batches() -> None:
     [
         # Compute 3 s, exchange 2 (2 - 1) · 80 / 10 = 16 s, link 2 · 20 / 10 = 4 s.
         ("pipedream-stashing", 1, 8.0, 8.0, "exchange"),  # 16 s for 2 minibatches
-        ("2bw", 4, 4.0, 16.0, "exchange"),
-        ("2bw", 16, 4.0, 64.0, "transfer"),
         ("1f1b", 4, 3 + 16, 3 + 4 + 1 + 19, "exchange"),
     ],
 )

@@ -21,7 +21,7 @@ from torchweft.pipeline.partition import (
 )
 from torchweft.pipeline.partition.search import STEP_PRECISION, Search
 
-KINDS = ["pipedream-stashing", "2bw", "1f1b", "gpipe"]
+KINDS = ["pipedream-stashing", "1f1b", "gpipe"]
 MIB = 2**20
 
 
@@ -260,15 +260,11 @@ def test_where_layers_fit_alone_but_not_together_the_closest_plan_is_named() -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "2f2b"}, "schedule '2f2b' is none of 1f1b, gpipe, pipedream-stashing, 2bw"),
+        ({"schedule": "2f2b"}, "schedule '2f2b' is none of 1f1b, gpipe, pipedream-stashing"),
         ({"n_microbatches": None}, "'1f1b' needs n_microbatches"),
         ({"n_microbatches": 0}, "n_microbatches=0 must be 1 or more"),
         ({"schedule": "pipedream-stashing"}, "n_microbatches=4, but each minibatch is a step"),
         ({"n_microbatches": 1}, "no plan for 2 layers keeps 4 workers busy in 1f1b .*=4, or a"),
-        (
-            {"schedule": "2bw", "n_microbatches": 5},
-            "no plan for 2 layers keeps 4 workers busy in 2bw with n_microbatches=5: pass n_.*=8",
-        ),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
