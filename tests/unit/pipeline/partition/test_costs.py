@@ -1,16 +1,17 @@
-"""Tests the predicted time of a synchronous step against schedules that are played through."""
+"""Tests the input of the planner, and its formulas."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thorough import share
-from torchweft.pipeline.partition import Cluster, LayerProfile, Plan, Profile
+from torchweft.pipeline.partition import Cluster, LayerProfile, PartitionError, Plan, Profile
 
 
 def played_through(kind: str, forward: list[float], backward: list[float], count: int) -> float:
@@ -108,3 +109,63 @@ def test_loads_by_hand(kind: str, count: int, load: float, step: float, limited_
     assert cost.transfer_seconds == 4
     assert (cost.load_seconds, cost.limited_by) == (load, limited_by)
     assert made.step_seconds == pytest.approx(step)
+
+
+# Tests which clusters there can be, and what they answer.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 1.0), "has 0 workers"),
+        ((1, 0.0), "bandwidth is 0.0 bytes/s; it must exceed 0"),
+        ((1, math.nan), "bandwidth is nan"),
+        ((2, 1.0, -1), "a worker has a memory limit of -1 bytes"),
+        ((2, 1.0, None, 2), "workers_per_host=2 and host_bandwidth=None: give both"),
+        ((2, 1.0, None, None, 1.0), "workers_per_host=None and host_bandwidth=1.0: give both"),
+        ((2, 1.0, None, 0, 1.0), "workers_per_host=0 must be 1 or more"),
+        ((2, 1.0, None, 1, 2.0), "host_bandwidth=2.0 bytes/s must .* be at most .* 1.0"),
+        ((2, 1.0, None, 1, 0.0), "host_bandwidth=0.0 bytes/s must exceed 0"),
+    ],
+)
+def test_mistakes_are_named(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        Cluster(*arguments)
+
+
+def test_the_slowest_link_counts() -> None:
+    cluster = Cluster(5, 8.0, workers_per_host=2, host_bandwidth=2.0)
+    assert cluster.bandwidth_among(range(2, 4)) == 8.0
+    assert cluster.bandwidth_among(range(1, 3)) == 2.0
+    assert cluster.bandwidth_among(range(4, 5)) == 8.0
+    assert Cluster(3, math.inf).bandwidth_among(range(3)) == math.inf
+    assert (Cluster(3, 1.0).limit, Cluster(3, 1.0, 7).limit) == (math.inf, 7)
+
+
+# Tests which measurements there can be.
+
+
+@pytest.mark.parametrize("value", [-1, math.inf, math.nan])
+@pytest.mark.parametrize(
+    "field",
+    "forward_seconds backward_seconds activation_bytes saved_bytes weight_bytes fixed_bytes "
+    "optimizer_ratio".split(),
+)
+def test_costs_are_finite_and_not_negative(field: str, value: float) -> None:
+    numbers: dict[str, Any] = dict.fromkeys(
+        "forward_seconds backward_seconds activation_bytes saved_bytes weight_bytes".split(), 0
+    )
+    with pytest.raises(PartitionError, match=f"layer 'fc' has {field}={value}; it must be finite"):
+        LayerProfile(name="fc", **{**numbers, field: value})
+
+
+def test_a_profile_has_layers_and_a_batch() -> None:
+    with pytest.raises(PartitionError, match="no layers"):
+        Profile((), 1)
+    with pytest.raises(PartitionError, match="batch_size=0"):
+        Profile((LayerProfile("a", 0, 0, 0, 0, 0),), 0)
+
+
+def test_optimizer_state_is_rounded_up() -> None:
+    assert LayerProfile("a", 0, 0, 0, 0, 5, optimizer_ratio=0.5).optimizer_bytes == 3
+    assert LayerProfile("a", 0, 0, 0, 0, 5).optimizer_bytes == 0
