@@ -97,6 +97,13 @@ class _Row(NamedTuple):
 class SchedulePipeDream:
     """1F1B without end, with an optimizer step after every minibatch (Narayanan et al. 2019).
 
+    ::
+
+        step     0   1   2   3    4    5    6    7    8    9    10   11
+        worker 0 0F0 0F1 0F2           0B0U 0F3  0B1U      0B2U      0B3U
+        worker 1     1F0 1F1      1B0U 1F2  1B1U 1F3  1B2U      1B3U
+        worker 2         2F0 2B0U 2F1  2B1U 2F2  2B2U 2F3  2B3U
+
     Training for a number of minibatches that is known runs ``table``. Otherwise it runs ``rows``
     part by part, each following the one before without a pause, and ``drain`` once at the end:
     together they are the table.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -225,3 +227,29 @@ def test_a_v_needs_two_microbatches_for_each_worker(kind: type, n_workers: int) 
     kind(2 * n_workers).table(n_workers)
     with pytest.raises(ScheduleError, match=rf"at least 2p .*; pass {2 * n_workers} or more$"):
         kind(2 * n_workers - 1).table(n_workers)
+
+
+# Pictures
+
+
+PICTURES = [
+    (ScheduleNaive(2), 3),
+    (ScheduleZBH1(4), 3),
+    (ScheduleGPipe(4), 3),
+    (Schedule1F1B(4), 3),
+    (ScheduleLoopedBFS(3), 2),
+    (ScheduleInterleaved1F1B(4), 2),
+    (ScheduleInterleavedZeroBubble(2), 2),
+    (ScheduleZBVZeroBubble(4), 2),
+    (ScheduleDualPipeV(4), 2),
+    (SchedulePipeDream(4), 3),
+]
+
+
+@pytest.mark.parametrize(("schedule", "count"), PICTURES, ids=lambda each: type(each).__name__)
+def test_the_picture_above_a_schedule_is_its_table(schedule: Any, count: int) -> None:
+    lines = inspect.cleandoc(type(schedule).__doc__).splitlines()
+    drawn = [line.strip() for line in lines if line.strip().startswith(("step ", "worker "))]
+    text = schedule.table(count).text().splitlines()
+    assert len(drawn) == len(text) == count + 1
+    assert all(row.startswith(line) for row, line in zip(text, drawn, strict=True))
