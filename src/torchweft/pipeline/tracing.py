@@ -432,37 +432,22 @@ class Part(nn.Module):
             return value.training if self.training else value.evaluation
         return mapped(value, lambda each: self._filled(each, values))
 
-    # The model's submodules and weights
-
-    def add_submodule_named(self, name: str, module: nn.Module) -> None:
-        """Adds a submodule of the model under its name."""
-        if not self._has(name):
-            owner, _, last = name.rpartition(".")
-            self._shell(owner).add_module(last, module)
-
-    def add_state_named(self, name: str, tensor: Tensor, *, is_persistent: bool) -> None:
-        """Adds a weight or buffer of the model under its name."""
-        if not self._has(name):
-            owner, _, last = name.rpartition(".")
-            if isinstance(tensor, nn.Parameter):
-                self._shell(owner).register_parameter(last, tensor)
-            else:
-                self._shell(owner).register_buffer(last, tensor, persistent=is_persistent)
-
-    def _has(self, name: str) -> bool:
-        found: Any = self
-        for each in name.split("."):
-            found = getattr(found, each, None)
-        return found is not None
-
-    def _shell(self, name: str) -> nn.Module:
-        """Returns the submodule of that name; makes it, empty, if there is none."""
-        found: nn.Module = self
-        for each in name.split(".") if name else ():
-            if each not in found._modules:
-                found.add_module(each, nn.Module())
-            found = found.get_submodule(each)
-        return found
+    def place(self, name: str, value: nn.Module | Tensor, *, is_persistent: bool = True) -> None:
+        """Adds a submodule, weight or buffer of the model under its name, if it is not there."""
+        owner: nn.Module = self
+        *path, last = name.split(".")
+        for each in path:
+            if each not in owner._modules:
+                owner.add_module(each, nn.Module())
+            owner = owner.get_submodule(each)
+        if getattr(owner, last, None) is not None:
+            return
+        if isinstance(value, nn.Module):
+            owner.add_module(last, value)
+        elif isinstance(value, nn.Parameter):
+            owner.register_parameter(last, value)
+        else:
+            owner.register_buffer(last, value, persistent=is_persistent)
 
 
 def mapped(value: Any, function: Any) -> Any:
