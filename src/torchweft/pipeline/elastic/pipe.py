@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -67,6 +68,25 @@ class Usage(NamedTuple):
 
     n_bytes: dict[str, int]
     n_layers_run: dict[str, int]
+
+
+@dataclass
+class _Progress:
+    """That part of a snapshot which says how the layers are to be cut.
+
+    Attributes:
+        n_frozen: How many layers are frozen.
+        epoch: How many epochs have been done.
+    """
+
+    n_frozen: int
+    epoch: int
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n_frozen": self.n_frozen, "epoch": self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.n_frozen, self.epoch = state["n_frozen"], state["epoch"]
 
 
 class ElasticPipe(Closing):
@@ -335,10 +355,10 @@ class ElasticPipe(Closing):
         keep: int | None = None,
     ) -> Snapshot:
         """Saves a snapshot; see ``Pipe.save``. Results of frozen layers are not in it."""
-        own = {"n_frozen": self.shape.n_frozen, "epoch": self._epoch}
+        own = _Progress(self.shape.n_frozen, self._epoch)
         return self.pipe.save(directory, step=step, state=self._tree(own, state), keep=keep)
 
-    def _tree(self, own: dict[str, int], state: dict[str, Any] | None) -> dict[str, Any]:
+    def _tree(self, own: _Progress, state: dict[str, Any] | None) -> dict[str, Any]:
         return {"elastic": own, "user": {} if state is None else state}
 
     def resume(
@@ -369,11 +389,11 @@ class ElasticPipe(Closing):
             SnapshotNotFound: There is none.
             StateMismatch: It is of another model.
         """
-        own = {"n_frozen": 0, "epoch": 0}
+        own = _Progress(0, 0)
         part = {"program": {"elastic": own}}
         restore_part(directory, part, step=step, strict=False, random_states=False)
         workers = _not_lost(self._workers)
-        shape = self._shape(own["n_frozen"], len(workers))
+        shape = self._shape(own.n_frozen, len(workers))
         # Layers that are frozen now may train again, and freeze with other weights.
         self._make_stores(workers)
         snapshot = self.pipe.resume(
@@ -384,7 +404,7 @@ class ElasticPipe(Closing):
             state=self._tree(own, state),
             step=step,
         )
-        self._workers, self.shape, self._epoch = workers, shape, own["epoch"]
+        self._workers, self.shape, self._epoch = workers, shape, own.epoch
         return snapshot
 
     def close(self) -> None:
