@@ -9,7 +9,7 @@ from typing import Any
 from training import Trial
 
 from torchweft.pipeline.schedules import Kind, Timeline
-from torchweft.pipeline.schedules.actions import KIND_NAMES
+from torchweft.pipeline.schedules.table import KIND_NAMES
 
 COLORS = {
     Kind.FORWARD: "#6d9fdc",

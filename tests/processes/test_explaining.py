@@ -143,7 +143,7 @@ def test_a_map_and_a_stream_whose_function_does_not_return(
             "waits for any line",
             "tests.contract.processes.deadlocks.read_lines",
         ),
-        (deadlocks.run_stages, "waits for its stages", "torchweft.pipeline.host.start"),
+        (deadlocks.run_stages, "waits for its stages", "torchweft.pipeline.host.Host.start"),
     ],
 )
 def test_what_waits_for_any_of_several_is_followed(

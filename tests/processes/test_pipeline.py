@@ -18,8 +18,7 @@ from tests.contract.processes.pipeline_models import (
     layers,
 )
 from tests.contract.processes.test_pipeline import TINY, WORKERS, distance, mse, regression
-from torchweft import rpc
-from torchweft.errors import ArgumentTypeError
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch import Nursery
 from torchweft.pipeline import (
     Pipe,
@@ -28,11 +27,10 @@ from torchweft.pipeline import (
     ScheduleGPipe,
     ScheduleInterleavedZeroBubble,
     Table,
-    deployment,
-    host,
-    weights,
 )
+from torchweft.pipeline.host import Host
 from torchweft.pipeline.schedules import Kind
+from torchweft.rpc.rref import Proxy
 
 # The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -46,7 +44,7 @@ def workers(nursery: Nursery) -> Iterator[None]:
 
 def states(pipe: Pipe) -> list[dict[str, Tensor]]:
     """Returns the weights of each worker."""
-    return pipe._deployment.call_named(weights.values)
+    return pipe._deployment.call_all(Host.values)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +54,14 @@ def test_replicas_stay_equal_and_get_only_their_own_microbatches(
     schedule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
+    started = Proxy._call
 
-    def note(info: Any, function: Any, **kwargs: Any) -> Any:
-        if function is host.start:
-            sent.append(kwargs["args"][-2:])
-        return rpc.rpc_async(info, function, **kwargs)
+    def note(self: Proxy, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        if name == Host.start.__name__:
+            sent.append(args[-2:])
+        return started(self, name, *args, **kwargs)
 
-    monkeypatch.setattr(deployment, "rpc_async", note)
+    monkeypatch.setattr(Proxy, "_call", note)
     model = layers(4)
     alone = copy.deepcopy(model)
     own = torch.optim.Adam(alone.parameters(), lr=0.05)
@@ -138,9 +137,10 @@ def test_a_closed_pipeline_says_so() -> None:
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
     inputs, target = regression(24)
     pipe.step(inputs, target)
-    kept = list(pipe._deployment._hosts)  # As if the workers had not yet heard that they are gone.
+    host, *_ = pipe._deployment.hosts
     pipe.close()
     for use in (lambda: pipe.step(inputs, target), lambda: pipe(inputs), optimizer.step):
-        with pytest.raises(ArgumentTypeError, match="it was closed"):
+        with pytest.raises(ConfigurationError, match="it was closed"):
             use()
-    del kept
+    with pytest.raises(ArgumentTypeError, match="it was closed"):  # A call that comes too late.
+        host.rpc_sync().start(9, True, None, {}, {})

@@ -32,7 +32,8 @@ from tests.contract.processes.test_pipeline_async import (
 from torchweft import rpc
 from torchweft.errors import PipelineError
 from torchweft.launch import Nursery
-from torchweft.pipeline import Pipe, SchedulePipeDream, host, weights
+from torchweft.pipeline import Pipe, SchedulePipeDream
+from torchweft.pipeline.host import Host
 
 # The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -46,7 +47,7 @@ def workers(nursery: Nursery) -> Iterator[None]:
 
 def states(pipe: Pipe) -> list[dict[str, Tensor]]:
     """Returns the weights of each worker."""
-    return pipe._deployment.call_named(weights.values)
+    return pipe._deployment.call_all(Host.values)
 
 
 @pytest.mark.parametrize("weights", RULES)
@@ -126,9 +127,8 @@ def test_a_sum_over_minibatches_and_frozen_weights() -> None:
 def test_the_end_of_a_run_may_overtake_its_start() -> None:
     with Pipe(layers(4), WORKERS, SchedulePipeDream(), mse, optimizer=Descent) as pipe:
         # Calls to a worker run side by side, so a source that raises at once may bring this about.
-        rpc.rpc_sync(
-            "worker2", host.abort, args=(pipe._deployment.number, pipe._deployment.step + 1)
-        )
+        deployment = pipe._deployment
+        rpc.on(deployment.hosts[2]).rpc_sync(Host.abort, deployment.step + 1)
         with pytest.raises(PipelineError, match="the step was ended by its driver"):
             list(pipe.run(regression(6)))
         assert len(list(pipe.run(regression(6)))) == 6

@@ -22,8 +22,8 @@ from torchweft.pipeline import (
     ScheduleGPipe,
     ScheduleZBVZeroBubble,
     cut_sequential,
-    weights,
 )
+from torchweft.pipeline.host import Host
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 
@@ -58,7 +58,7 @@ def train(pipe: Pipe, optimizer: Any, *seeds: int) -> None:
 def assert_same(pipe: Pipe, model: nn.Module) -> None:
     """Compares the weights on each worker with those of a model in this process."""
     expected = model.state_dict()
-    for found in pipe._deployment.call_named(weights.values):
+    for found in pipe._deployment.call_all(Host.values):
         for name, value in found.items():
             assert torch.allclose(value, expected[name], atol=TINY, rtol=0), name
     assert pipe.state_dict().keys() == expected.keys()

@@ -15,11 +15,11 @@ from torch.func import functional_call
 from torch.utils import _pytree
 
 from torchweft.errors import ConfigurationError, WeftError
+from torchweft.pipeline.batches import cut_batch
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.errors import CutError, StageMismatch
-from torchweft.pipeline.stage_run import StageRun
-from torchweft.pipeline.values import Packet, cut_batch, describe, pick
-from torchweft.pipeline.wiring import BATCH
+from torchweft.pipeline.stage import StageRun
+from torchweft.pipeline.wiring import BATCH, Packet, describe, pick
 
 _UNKNOWN = "unknown"
 _NO_NUMPY = "not supported for tensor subclasses"

@@ -15,10 +15,10 @@ from torchweft.arguments import checked_int, did_you_mean, kind_of, wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.errors import CutError
-from torchweft.pipeline.part import Part
 from torchweft.pipeline.partition import Plan, Profile, balance
 from torchweft.pipeline.partition.text import aligned, bytes_text
 from torchweft.pipeline.schedules import Table
+from torchweft.pipeline.tracing import Part
 from torchweft.pipeline.wiring import Wiring
 
 StageSource = nn.Module | Callable[[], nn.Module]

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchweft.arguments import check_workers, wrong_type
 from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.free_threading import shared_count
-from torchweft.pipeline import host, stepping, stream_host
 from torchweft.pipeline.copies import Copies, find_copies
 from torchweft.pipeline.cutting import Stages
-from torchweft.pipeline.runner import Assignment
-from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
-from torchweft.pipeline.streaming import (
-    OptimizerMaker,
+from torchweft.pipeline.host import Form, Host, set_up
+from torchweft.pipeline.minibatches import (
     blame,
     check_endless,
     check_updates,
     short_table,
 )
-from torchweft.pipeline.values import cut_batch, picked_for
-from torchweft.pipeline.weights import Where
-from torchweft.pipeline.wiring import BATCH
-from torchweft.rpc import Future, RRef, as_completed, get_worker_info, rpc_async, rpc_sync
+from torchweft.pipeline.runner import Assignment, Settings
+from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
+from torchweft.pipeline.wiring import BATCH, Take, pick
+from torchweft.rpc import Future, RRef, as_completed, get_worker_info, on, rpc_async
 from torchweft.rpc.futures import ignore_errors
 
-WAIT_S = 60.0
-"""How long stages wait for one another by default, and calls of a pipeline at least."""
 _END_S = 5.0
 _numbers = shared_count(1)
 
@@ -41,33 +37,6 @@ class Schedules(Protocol):
 
     def table(self, n_workers: int, /) -> Table:
         """Returns the table."""
-
-
-class Settings(NamedTuple):
-    """The settings of a pipeline that do not depend on where its stages are.
-
-    Attributes:
-        loss: The loss function.
-        checkpoint: When activations are dropped and computed again.
-        is_mean: Whether the loss of a batch is the mean over its micro-batches.
-        limit_s: How long a stage waits for a value of another stage.
-        maker: Makes the optimizers that an asynchronous schedule steps.
-        check_finite: Whether stages look for NaN and infinity.
-        share_memory: Whether values between stages are computed into shared memory.
-    """
-
-    loss: Callable[[Any, Any], Tensor] | None
-    checkpoint: str
-    is_mean: bool
-    limit_s: float
-    maker: OptimizerMaker | None
-    check_finite: bool
-    share_memory: bool
-
-    @property
-    def answer_s(self) -> float:
-        """How long to wait for a worker that sets up its stages, or reads or writes their state."""
-        return max(self.limit_s, WAIT_S)
 
 
 class Layout(NamedTuple):
@@ -105,6 +74,35 @@ class Layout(NamedTuple):
         return cls(names, schedule.table(len(names)), None)
 
 
+class Dropping:
+    """Whether the gradients are to be dropped before they are used again, and how."""
+
+    def __init__(self) -> None:
+        self._set_to_none: bool | None = None
+
+    def want(self, set_to_none: bool | None) -> None:
+        """Has them dropped; a gradient that is None does not become zeros."""
+        if set_to_none is not None and not self._set_to_none:
+            self._set_to_none = set_to_none
+
+    def take(self) -> bool | None:
+        """Returns whether they become None, or zeros; None: they stay. Then it has been done."""
+        found, self._set_to_none = self._set_to_none, None
+        return found
+
+
+class Held(NamedTuple):
+    """The holders of one name.
+
+    Attributes:
+        form: The shape and type of the weight or buffer.
+        rows: The rows of the workers that hold it.
+    """
+
+    form: Form
+    rows: list[int]
+
+
 class Deployment:
     """The stages of one pipeline on their workers. Not thread-safe.
 
@@ -119,8 +117,8 @@ class Deployment:
         PipelineError: A stage could not be made.
 
     Attributes:
-        number: Identifies it in the group.
         infos: The workers, by row.
+        hosts: Their hosts, by row; empty after ``close``.
         step: Number of the last step or run.
     """
 
@@ -133,65 +131,58 @@ class Deployment:
             check_endless(self.endless, len(self.workers), stages, settings.checkpoint)
         self.infos = [get_worker_info(name) for name in self.workers]
         self.step = 0
-        self.number = (current().me.id << 32) | next(_numbers)
         self._settings = settings
-        self._inputs = self._input_stages()
-        self._last = self.table.n_stages - 1
-        self._hosts: list[RRef[host.Host]] = []
+        self._seats = self.table.seats
+        self._takes = self._batch_takes()
+        self.hosts: list[RRef[Host]] = []
         try:
             self._set_up()
         except BaseException:
             self.close()
             raise
 
-    def _input_stages(self) -> list[list[int]]:
-        """Returns, for each worker, its stages that take a part of the batch."""
-        wiring = self.stages.wiring
-        return [
-            [stage for stage in self.table.stages_of(row) if wiring.taken(stage, BATCH)]
-            for row in range(len(self.workers))
-        ]
+    def _batch_takes(self) -> list[list[tuple[int, int, tuple[Take, ...]]]]:
+        """Returns, for each worker, which of its stages take what of which micro-batch."""
+        found: list[list[tuple[int, int, tuple[Take, ...]]]] = [[] for _ in self.workers]
+        for (stage, microbatch), row in self._seats.items():
+            takes = self.stages.wiring.taken(stage, BATCH)
+            if takes:
+                found[row].append((stage, microbatch, takes))
+        return found
 
     def _set_up(self) -> None:
         copies = find_copies(self.table, self.stages.ties)
-        futures = [self._place(row, copies) for row in range(len(self.workers))]
+        number = (current().me.id << 32) | next(_numbers)
+        futures = [self._place(row, number, copies) for row in range(len(self.workers))]
         try:
-            self._hosts = [future.wait() for future in futures]
+            self.hosts = [future.wait() for future in futures]
         except BaseException:
             _cancel(futures)
             raise
         self._equalize(copies)
         if self._settings.maker is not None:
-            self.call_named(stepping.make, self._settings.maker, {})
+            self.call_all(Host.make_optimizer, self._settings.maker, {})
 
-    def _place(self, row: int, copies: Copies) -> Future[RRef[host.Host]]:
+    def _place(self, row: int, number: int, copies: Copies) -> Future[RRef[Host]]:
         """Has a worker make its stages, and the thread that runs them."""
         info, settings = self.infos[row], self._settings
         sources = {stage: self.stages.sources[stage] for stage in self.table.stages_of(row)}
         if info.name == current().me.name:
             sources = copy.deepcopy(sources)  # Another worker gets copies as well.
-        is_divided = settings.is_mean and not self.endless
-        given = (
-            self.number,
-            row,
-            self.workers,
-            self.table,
-            self.stages.wiring,
-            sources,
-            settings.loss,
-            self.table.n_microbatches if is_divided else 1,
-            settings.checkpoint,
-            copies,
-            settings.limit_s,
-            current().me.name,
-            settings.check_finite,
-            settings.share_memory,
+        assignment = Assignment(
+            pipe=number,
+            worker=row,
+            workers=self.workers,
+            table=self.table,
+            wiring=self.stages.wiring,
+            stages=sources,
+            copies=copies,
+            driver=current().me.name,
+            has_names=self.stages.has_names,
+            endless=self.endless,
+            settings=settings,
         )
-        if self.endless:
-            streamed = stream_host.StreamAssignment(*given, self.endless, settings.is_mean)
-            return rpc_async(info, stream_host.set_up, args=(streamed,), timeout=settings.answer_s)
-        assignment = Assignment(*given)
-        return rpc_async(info, host.set_up, args=(assignment,), timeout=settings.answer_s)
+        return rpc_async(info, set_up, args=(assignment,), timeout=settings.answer_s)
 
     def _equalize(self, copies: Copies) -> None:
         """Gives all copies of a weight the value of the first, where each worker made its own."""
@@ -200,45 +191,26 @@ class Deployment:
             if all(isinstance(each, nn.Module) for each in made):
                 continue
             first, *others = copies.workers(number)
-            args = (self.number, number)
-            values = rpc_sync(self.infos[first], host.first_values, args=args)
+            values = on(self.hosts[first]).rpc_sync(Host.values_of_copies, number)
             for worker in (first, *others):
-                rpc_sync(self.infos[worker], host.set_values, args=(*args, values))
+                on(self.hosts[worker]).rpc_sync(Host.set_copies, number, values)
 
     # Calls
 
-    @property
-    def where(self) -> Where:
-        """How functions of ``weights`` find the state of the stages."""
-        return Where(self.number, self.stages.has_names)
+    def call_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls a method of all hosts; returns the results by row."""
+        return self.call_each(method, [args] * len(self.workers))
 
-    def call_all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls a function of ``host`` on all workers; returns the results by row."""
-        return self.call_each(function, [(self.number, *args)] * len(self.infos))
+    def call_each(self, method: Callable[..., Any], args: Iterable[Sequence[Any]]) -> list[Any]:
+        """Calls a method of all hosts, with arguments for each; returns the results by row.
 
-    def call_named(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls a function of ``weights`` on all workers; returns the results by row."""
-        return self.call_each(function, [(self.where, *args)] * len(self.infos))
-
-    def gathered(self, function: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """Calls a function of ``weights`` on all workers; returns copies of all that they return.
-
-        Of replicas it has the first.
+        Raises:
+            ConfigurationError: The pipeline was closed.
         """
-        found: dict[str, Any] = {}
-        me = current().me.name
-        for worker, each in zip(self.workers, self.call_named(function), strict=True):
-            # This process has got what it changes in the next step, and not copies.
-            own = copy.deepcopy(each) if worker == me else each
-            found |= own | found
-        return found
-
-    def call_each(self, function: Callable[..., Any], args: Iterable[Sequence[Any]]) -> list[Any]:
-        """Calls a function on all workers, with arguments for each; returns the results by row."""
         limit_s = self._settings.answer_s
         futures = [
-            rpc_async(info, function, args=tuple(given), timeout=limit_s)
-            for info, given in zip(self.infos, args, strict=True)
+            on(host, limit_s).rpc_async(method, *given)
+            for host, given in zip(self.open_hosts(), args, strict=True)
         ]
         try:
             return [future.wait() for future in futures]
@@ -246,52 +218,64 @@ class Deployment:
             _cancel(futures)
             raise
 
+    def open_hosts(self) -> list[RRef[Host]]:
+        """Returns the hosts.
+
+        Raises:
+            ConfigurationError: The pipeline was closed.
+        """
+        if not self.hosts:
+            raise ConfigurationError("the pipeline cannot be used any more: it was closed")
+        return self.hosts
+
+    def gathered(self, method: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """Calls a method of all hosts; returns copies of all that they return.
+
+        Of replicas it has the first.
+        """
+        found: dict[str, Any] = {}
+        me = current().me.name
+        for worker, each in zip(self.workers, self.call_all(method), strict=True):
+            # This process has got what it changes in the next step, and not copies.
+            own = copy.deepcopy(each) if worker == me else each
+            found |= own | found
+        return found
+
     def run_once(
-        self, is_training: bool, zero_grad: bool | None, batch: Any, target: Any
+        self,
+        is_training: bool,
+        zero_grad: bool | None,
+        batches: Sequence[Any],
+        targets: Sequence[Any],
     ) -> list[Any]:
         """Runs all rows once; returns the results of the workers that have one.
 
         Args:
             is_training: Whether to run backwards as well.
             zero_grad: Whether gradients become None first, or zeros; None: they stay.
-            batch: The batch.
-            target: Its target, for training.
+            batches: The micro-batches.
+            targets: Their targets, for training.
         """
-        count = self.table.n_microbatches
-        batches = cut_batch(batch, count)
-        targets = cut_batch(target, count, "the target") if is_training else []
+        hosts = self.open_hosts()
         self.step += 1
+        last, seats = self.table.n_stages - 1, self._seats
         futures: list[Future[Any]] = []
         failures: list[Exception] = []
-        for row, info in enumerate(self.infos):
-            own = (self._own_inputs(row, batches), self._own_targets(row, targets))
-            args = (self.number, self.step, is_training, zero_grad, *own)
+        for row, host in enumerate(hosts):
+            inputs: dict[int, dict[int, list[Any]]] = {}
+            for stage, number, takes in self._takes[row]:
+                batch = batches[number]
+                picked = [batch if take.key is None else pick(batch, take, stage) for take in takes]
+                inputs.setdefault(stage, {})[number] = picked
+            own = {at: each for at, each in enumerate(targets) if seats[last, at] == row}
             try:
-                futures.append(rpc_async(info, host.start, args=args, timeout=0))
+                args = (self.step, is_training, zero_grad, inputs, own)
+                futures.append(host.rpc_async(0).start(*args))
             except Exception as error:
                 failures.append(error)
                 self._abort()
                 break
         return [result for result in self._results(futures, failures) if result is not None]
-
-    def _own_inputs(self, row: int, batches: Sequence[Any]) -> dict[int, dict[int, list[Any]]]:
-        """Returns the parts of the batch that a worker's stages take, by stage and micro-batch."""
-        return {
-            stage: {
-                number: picked_for(stage, self.stages.wiring, part)
-                for number, part in enumerate(batches)
-                if self.table.worker_of(stage, number) == row
-            }
-            for stage in self._inputs[row]
-        }
-
-    def _own_targets(self, row: int, targets: Sequence[Any]) -> dict[int, Any]:
-        """Returns the targets of the micro-batches for which a worker runs the last stage."""
-        return {
-            number: part
-            for number, part in enumerate(targets)
-            if self.table.worker_of(self._last, number) == row
-        }
 
     def _results(self, futures: list[Future[Any]], failures: list[Exception]) -> list[Any]:
         """Waits for all workers; if one fails, ends the step on the others and raises its error."""
@@ -314,22 +298,104 @@ class Deployment:
         raise failures[0]
 
     def _abort(self) -> None:
-        for info in self.infos:
-            try:
-                ignore_errors(
-                    rpc_async(info, host.abort, args=(self.number, self.step), timeout=_END_S)
-                )
-            except WorkerLost:
-                continue
+        for host in self.hosts:
+            with contextlib.suppress(WorkerLost):
+                ignore_errors(on(host, _END_S).rpc_async(Host.abort, self.step))
 
     def close(self) -> None:
         """Ends the pipeline on all workers, and releases its stages; passes over lost workers."""
-        for info in self.infos if self._hosts else ():
-            try:
-                rpc_sync(info, host.close, args=(self.number,), timeout=_END_S)
-            except (WorkerLost, TimeoutError):
-                continue
-        self._hosts.clear()
+        hosts, self.hosts = self.hosts, []
+        for host in hosts:
+            with contextlib.suppress(WorkerLost, TimeoutError):
+                on(host, _END_S).rpc_sync(Host.close)
+
+    # State by name
+
+    def held(self) -> dict[str, Held]:
+        """Returns the names of all weights and buffers, with their holders."""
+        found: dict[str, Held] = {}
+        for row, its in enumerate(self.call_all(Host.forms)):
+            for name, form in its.items():
+                found.setdefault(name, Held(form, [])).rows.append(row)
+        return found
+
+    def move_from(self, old: Deployment) -> None:
+        """Gives the stages the state of those of another deployment; worker to worker. Blocks.
+
+        Args:
+            old: Has the weights, the buffers and the state of the optimizers; it is not changed.
+
+        Raises:
+            ConfigurationError: They are not of the same model.
+        """
+        sources = old.held()
+        targets = self.held()
+        check_same(_forms(sources), _forms(targets))
+        places: list[dict[int, list[str]]] = [{} for _ in self.workers]
+        for name, held in targets.items():
+            holders = sources[name].rows
+            for row in held.rows:
+                # From itself, if it can, else from the first holder.
+                own = [each for each in holders if old.workers[each] == self.workers[row]]
+                places[row].setdefault((own or holders)[0], []).append(name)
+        self._adopt(old, places)
+
+    def spread(self) -> None:
+        """Gives all replicas of a stage the state of the first."""
+        places: list[dict[int, list[str]]] = [{} for _ in self.workers]
+        for name, (_, (first, *others)) in self.held().items():
+            for row in others:
+                places[row].setdefault(first, []).append(name)
+        if any(places):
+            self._adopt(self, places)
+
+    def _adopt(self, origin: Deployment, places: Iterable[Mapping[int, list[str]]]) -> None:
+        limit_s = self._settings.answer_s
+        asked = [[(origin.hosts[row], names) for row, names in each.items()] for each in places]
+        self.call_each(Host.adopt, [(each, limit_s) for each in asked])
+
+    def references(self) -> dict[str, Any]:
+        """Returns references to the state of all stages, as a tree for ``torchweft.checkpoint``.
+
+        Of replicas it has the first; after restoring, ``spread`` gives its state to the others.
+        """
+        firsts: list[list[str]] = [[] for _ in self.workers]
+        for name, held in self.held().items():
+            firsts[held.rows[0]].append(name)
+        tree: dict[str, Any] = {"weights": {}, "optimizer": {}}
+        for each in self.call_each(Host.references, [(names,) for names in firsts]):
+            tree["weights"].update(each.values)
+            tree["optimizer"].update(each.optimizer)
+        return {key: entries for key, entries in tree.items() if entries}
+
+
+def check_same(old: Mapping[str, Form], new: Mapping[str, Form]) -> None:
+    """Compares the names, shapes and types of two states.
+
+    Raises:
+        ConfigurationError: They differ; names the differences.
+    """
+    if old.keys() != new.keys():
+        missing, extra = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
+        raise ConfigurationError(
+            f"the state is of another model: missing {missing}, unexpected {extra}"
+        )
+    for name, here in new.items():
+        there = old[name]
+        if there.shape != here.shape:
+            raise ConfigurationError(
+                f"the state is of another model: {name} has shape {list(there.shape)} there and "
+                f"{list(here.shape)} here"
+            )
+        if there.dtype != here.dtype:
+            raise ConfigurationError(
+                f"the state is of another model: {name} has type {there.dtype} there and "
+                f"{here.dtype} here; convert one of them"
+            )
+
+
+def _forms(held: Mapping[str, Held]) -> dict[str, Form]:
+    return {name: each.form for name, each in held.items()}
 
 
 def _cancel(futures: Iterable[Future[Any]]) -> None:

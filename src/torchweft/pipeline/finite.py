@@ -16,9 +16,8 @@ from torch.utils import _pytree
 
 from torchweft.engine.worker.peers import Peer
 from torchweft.pipeline.errors import NotFinite
-from torchweft.pipeline.stage_run import Leaves, StageRun
-from torchweft.pipeline.values import Packet, describe
-from torchweft.pipeline.wiring import BATCH
+from torchweft.pipeline.stage import Leaves, StageRun
+from torchweft.pipeline.wiring import BATCH, Packet, describe
 
 
 class Found(NamedTuple):

@@ -1,152 +1,498 @@
-"""What the driver of a pipeline, and its workers, call on a worker."""
+"""One worker's part of a pipeline, as the driver and other workers call it.
+
+The driver holds a reference to the ``Host`` of each worker. Weights, and the state that the
+optimizer has of them, have names that are unique in the pipeline: so state moves to stages that are
+cut in another way, and to and from snapshots, by name.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from torchweft.arguments import kind_of
 from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
 from torchweft.engine.worker.calls import current_call
-from torchweft.errors import ArgumentTypeError
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.optim import states
 from torchweft.optim.clipping import norm, on_host
+from torchweft.optim.local import step_optimizer
+from torchweft.optim.states import Options, copied_options
+from torchweft.pipeline.groups import Group, Made, Weight
 from torchweft.pipeline.recording import Notes, WorkerNotes
 from torchweft.pipeline.runner import START, Assignment, Runner, Start
+from torchweft.pipeline.streaming import ENTER, Entry, Reports, StreamRunner
 from torchweft.probe import clock_id
-from torchweft.rpc import RRef, functions
+from torchweft.rpc import RRef, functions, on
 from torchweft.rpc.futures import OrderedFuture
 
-_runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
+Inputs = Mapping[int, Mapping[int, Sequence[Any]]]
+"""By stage and micro-batch, what the stage takes of the batch."""
+Groups = Sequence[tuple[Options, Sequence[str]]]
+"""For each parameter group its hyper-parameters, and the names of its weights on all workers."""
+
+
+class Form(NamedTuple):
+    """The shape of a weight or buffer, and the name of its type."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, value: Any) -> Form:
+        """Returns the form of a tensor; that of other state is always the same."""
+        if not isinstance(value, Tensor):
+            return cls((), "")
+        return cls(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+
+
+class Moved(NamedTuple):
+    """The state under one name, on its way to another worker.
+
+    Attributes:
+        value: The weight, buffer or further state of a module.
+        optimizer: The state that the optimizer has of the weight; None if there is none.
+    """
+
+    value: Any
+    optimizer: dict[str, Any] | None
+
+
+class References(NamedTuple):
+    """References to a worker's state, for a snapshot.
+
+    Attributes:
+        values: By name, its weights and buffers.
+        optimizer: By name of the weight, a ``WeightState``.
+    """
+
+    values: dict[str, RRef[Any]]
+    optimizer: dict[str, RRef[WeightState]]
 
 
 class Host:
-    """Keeps the runner of a pipeline; its end, when no reference is left, ends the runner.
+    """Runs the stages of one worker. Its end, when no reference is left, ends their thread.
 
     Args:
-        runner: The runner.
+        assignment: What the worker runs.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-        _runners[runner.assignment.pipe] = runner
-        self._finalize = weakref.finalize(self, runner.close)
+    def __init__(self, assignment: Assignment) -> None:
+        make = Runner if assignment.endless is None else StreamRunner
+        self._runner: Runner | None = make(assignment)
+        self._group_numbers: list[int] = []  # of the groups of the optimizer, in the pipeline
+        self._finalize = weakref.finalize(self, self._runner.close)
+
+    @property
+    def _running(self) -> Runner:
+        if self._runner is None:
+            raise ArgumentTypeError("there is no such pipeline on this worker; it was closed")
+        return self._runner
 
     def close(self) -> None:
-        """Ends the runner."""
+        """Ends the thread; the last reference releases the stages."""
+        # Else a step that comes before that reference has gone would never be answered.
+        self._runner = None
         self._finalize()
 
+    # Steps and runs
 
-@functions.async_execution
-def start(
-    pipe: int,
-    step: int,
-    is_training: bool,
-    zero_grad: bool | None,
-    inputs: Mapping[int, Mapping[int, Sequence[Any]]],
-    targets: Mapping[int, Any],
-) -> torch.futures.Future[Any]:
-    """Runs a worker's row once; answered when it is done."""
-    done: OrderedFuture[Any] = OrderedFuture()
-    mark = device_streams.mark() if device_streams.HAS_CUDA else None
-    command = Start(step, is_training, zero_grad, inputs, targets, done, mark, current_call.get())
-    runner_of(pipe).put(step, START, command)
-    return done
+    @functions.async_execution
+    def start(
+        self,
+        step: int,
+        is_training: bool,
+        zero_grad: bool | None,
+        inputs: Inputs,
+        targets: Mapping[int, Any],
+        reports: RRef[Reports] | None = None,
+    ) -> torch.futures.Future[Any]:
+        """Runs the worker's row once; answered when it is done."""
+        done: OrderedFuture[Any] = OrderedFuture()
+        served = current_call.get()
+        given = (step, is_training, zero_grad, inputs, targets, reports, done, _mark(), served)
+        self._running.put(step, START, Start(*given))
+        return done
 
+    def abort(self, step: int) -> None:
+        """Ends a step that failed on another worker."""
+        if self._runner is not None:
+            self._runner.put(step, (), None)
 
-def abort(pipe: int, step: int) -> None:
-    """Ends a step that failed on another worker."""
-    runner = _runners.get(pipe)
-    if runner is not None:
-        runner.put(step, (), None)
+    def enter(self, run: int, minibatch: int, inputs: Inputs, targets: Mapping[int, Any]) -> None:
+        """Lets a minibatch enter an asynchronous pipeline.
 
+        Args:
+            run: Number of the run.
+            minibatch: Its number, counted from 0.
+            inputs: What this worker's stages take of it.
+            targets: Its target, if this worker runs the last stage for it.
+        """
+        entry = Entry(True, inputs, targets, _mark())
+        self._running.put(run, (ENTER, 0, 0, minibatch), entry)
 
-def runner_of(pipe: int) -> Runner:
-    """Returns the runner of a pipeline on this worker.
+    def finish(self, run: int, n_minibatches: int) -> None:
+        """Says that no more minibatches will enter."""
+        self._running.put(run, (ENTER, 0, 0, n_minibatches), Entry(False, {}, {}))
 
-    Raises:
-        ArgumentTypeError: The pipeline was closed.
-    """
-    runner = _runners.get(pipe)
-    if runner is None:
-        raise ArgumentTypeError(f"there is no pipeline {pipe} on this worker; it was closed")
-    return runner
+    # Modes and measurements
+
+    def set_mode(self, is_training: bool) -> None:
+        """Sets the mode of the stages."""
+        for stage in self._running.stages.values():
+            stage.module.train(is_training)
+
+    def peak_held(self) -> int:
+        """Returns the most micro-batches whose activations were held in the last step."""
+        return self._running.peak_held
+
+    def versions_held(self) -> int:
+        """Returns the most versions of the weights that were held at once in the last run."""
+        return self._running.peak_versions
+
+    def start_recording(self) -> None:
+        """Notes from now on when actions begin and end."""
+        self._running.notes = Notes()
+
+    def stop_recording(self) -> WorkerNotes:
+        """Ends the recording; returns the notes."""
+        runner = self._running
+        notes, runner.notes = runner.notes or Notes(), None
+        return WorkerNotes(clock_id(), notes.steps)
+
+    # Weights that exist more than once
+
+    def values_of_copies(self, group: int) -> list[Tensor]:
+        """Returns the weights of the first member of a group of copies, which this worker holds."""
+        copies = self._running.assignment.copies
+        member = copies.groups[group][0]
+        module = self._running.stages[member.stage].module
+        return [each.detach() for each in copies.weights(member, module)]
+
+    def set_copies(self, group: int, values: Sequence[Tensor]) -> None:
+        """Sets the weights of this worker's members of a group of copies."""
+        with torch.no_grad():
+            for weights in self._running.own_copies(group).values():
+                for weight, value in zip(weights, values, strict=True):
+                    weight.copy_(value)
+
+    # Gradients
+
+    def norms(self, norm_type: float) -> Tensor:
+        """Returns the norms of the gradients, each weight once in the pipeline."""
+        copies, me = self._running.assignment.copies, self._running.assignment.worker
+        found = [
+            norm(weight.grad.detach().double(), norm_type)
+            for number, stage in self._running.stages.items()
+            for name, weight in stage.module.named_parameters()
+            if weight.grad is not None and copies.is_first(me, number, name)
+        ]
+        return torch.stack(on_host(found)) if found else torch.empty(0, dtype=torch.float64)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies the gradients with a factor."""
+        for stage in self._running.stages.values():
+            for weight in stage.parameters():
+                if weight.grad is not None:
+                    weight.grad.mul_(factor)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Returns the gradients of the weights."""
+        return {
+            prefix + name: weight.grad
+            for _, prefix, module in self._modules()
+            for name, weight in module.named_parameters()
+        }
+
+    def squared_norms(self) -> dict[str, float]:
+        """Returns the squared norm of the gradient of each weight that has one."""
+        return {
+            name: float(gradient.double().square().sum())
+            for name, gradient in self.gradients().items()
+            if gradient is not None
+        }
+
+    # State by name
+
+    def _modules(self) -> Iterator[tuple[int, str, nn.Module]]:
+        """Yields the number of each stage, the prefix of its names, and its module."""
+        runner = self._running
+        for number, stage in runner.stages.items():
+            yield number, "" if runner.assignment.has_names else f"{number}.", stage.module
+
+    def _named(self) -> dict[str, Any]:
+        """Returns weights, buffers and further state of modules; nothing is copied."""
+        return {
+            prefix + name: value
+            for _, prefix, module in self._modules()
+            for name, value in module.state_dict(keep_vars=True).items()
+        }
+
+    def _weights(self) -> dict[str, nn.Parameter]:
+        return {
+            name: value for name, value in self._named().items() if isinstance(value, nn.Parameter)
+        }
+
+    def forms(self) -> dict[str, Form]:
+        """Returns the names of weights and buffers, and their forms."""
+        return {name: Form.of(value) for name, value in self._named().items()}
+
+    def values(self) -> dict[str, Any]:
+        """Returns the weights and buffers."""
+        return {name: _detached(value) for name, value in self._named().items()}
+
+    def set_values(self, state: Mapping[str, Any]) -> None:
+        """Sets those of the weights and buffers that are in ``state``."""
+        for _, prefix, module in self._modules():
+            own = module.state_dict()
+            changed = {name: state[prefix + name] for name in own if prefix + name in state}
+            module.load_state_dict({**own, **changed})
+
+    def references(self, names: Sequence[str]) -> References:
+        """Returns references to some of the weights and buffers, and to the optimizer's state.
+
+        Raises:
+            ConfigurationError: A module has further state, which is no tensor.
+        """
+        found, weights, stepped = self._named(), self._weights(), self._stepped()
+        for name in names:
+            if not isinstance(found[name], Tensor):
+                raise ConfigurationError(
+                    f"{name!r} is {kind_of(found[name])}, further state of a module, which a "
+                    "snapshot of a pipeline cannot hold; keep it in a buffer, or in the program's "
+                    "own state"
+                )
+        optimizer = self._running.optimizer
+        return References(
+            {name: RRef(found[name].detach()) for name in names},
+            {
+                name: RRef(WeightState(optimizer, weights[name]))
+                for name in names
+                if optimizer is not None and weights.get(name) in stepped
+            },
+        )
+
+    def moved(self, names: Sequence[str]) -> dict[str, Moved]:
+        """Returns the state under these names."""
+        found, optimizer = self._named(), self.optimizer_state()
+        return {name: Moved(_detached(found[name]), optimizer.get(name)) for name in names}
+
+    def adopt(self, places: Sequence[tuple[RRef[Host], Sequence[str]]], limit_s: float) -> None:
+        """Takes over state from other workers, or of another pipeline.
+
+        Args:
+            places: The hosts that have it, each with the names of which to ask it. What this one
+                changes must not be asked of it meanwhile.
+            limit_s: How long to wait for each answer.
+        """
+        futures = [on(host, limit_s).rpc_async(Host.moved, names) for host, names in places]
+        found = {name: each for future in futures for name, each in future.wait().items()}
+        self.set_values({name: each.value for name, each in found.items()})
+        self._put_optimizer_state({name: each.optimizer for name, each in found.items()})
+
+    # The optimizer
+
+    def make_optimizer(self, make: Callable[..., Optimizer], options: Options) -> Made | None:
+        """Makes the optimizer of the weights; returns None if there are no weights.
+
+        Raises:
+            ArgumentTypeError: ``make`` returned no optimizer.
+            ConfigurationError: The optimizer needs a closure, or steps something else.
+        """
+        runner = self._running
+        runner.optimizer, self._group_numbers = None, []
+        weights = [weight for stage in runner.stages.values() for weight in stage.parameters()]
+        if not weights:
+            return None
+        optimizer = make(weights, **options)
+        if not isinstance(optimizer, Optimizer):
+            raise ArgumentTypeError(
+                f"optimizer_class returned {kind_of(optimizer)}; it returns an optimizer, as a "
+                "class of torch.optim does"
+            )
+        kind = type(optimizer)
+        if states.needs_closure(kind):
+            raise ConfigurationError(
+                f"{kind.__name__} evaluates the model anew within a step, by a closure, and needs "
+                "all weights in one place; use an optimizer that steps with given gradients"
+            )
+        found = self._described()
+        groups = []
+        for group in optimizer.param_groups:
+            _check_known(group["params"], found)
+            described = [each for weight in group["params"] for each in found[weight]]
+            groups.append(Group(_options(group), described))
+        runner.optimizer, self._group_numbers = optimizer, list(range(len(groups)))
+        return Made(states.lineage(kind), copied_options(optimizer.defaults), groups)
+
+    def _described(self) -> dict[Tensor, list[Weight]]:
+        """Returns each weight with its descriptions: one for each of its names."""
+        found: dict[Tensor, list[Weight]] = {}
+        place = 0
+        for number, prefix, module in self._modules():
+            for name, value in module.state_dict(keep_vars=True).items():
+                if isinstance(value, nn.Parameter):
+                    form = Form.of(value)
+                    described = Weight(number, place, prefix + name, form.shape, form.dtype)
+                    found.setdefault(value, []).append(described)
+                    place += 1
+        return found
+
+    def arrange(self, groups: Groups) -> None:
+        """Puts the weights into the groups of the pipeline, with their hyper-parameters."""
+        optimizer = self._running.optimizer
+        if optimizer is None:
+            return
+        own = self._weights()
+        present = {frozenset(group["params"]): group for group in optimizer.param_groups}
+        arranged, self._group_numbers = [], []
+        for number, (options, names) in enumerate(groups):
+            weights = list(dict.fromkeys(own[name] for name in names if name in own))
+            if not weights:
+                continue
+            group = present.get(frozenset(weights), {"params": weights})
+            group.update(options)
+            arranged.append(group)
+            self._group_numbers.append(number)
+        optimizer.param_groups[:] = arranged
+
+    def _groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields the groups of the optimizer, each after its number in the pipeline."""
+        optimizer = self._running.optimizer
+        if optimizer is not None:
+            yield from zip(self._group_numbers, optimizer.param_groups, strict=True)
+
+    def options(self) -> dict[int, Options]:
+        """Returns the hyper-parameters of the groups, by their number in the pipeline."""
+        return {number: _options(group) for number, group in self._groups()}
+
+    def step(self, changes: Mapping[int, Options], zero_grad: bool | None) -> None:
+        """Steps the optimizer, after changes of its hyper-parameters.
+
+        Args:
+            changes: The changed hyper-parameters, by the number of their group.
+            zero_grad: Whether the gradients become None first, or zeros; None: they stay.
+        """
+        if changes:
+            for number, group in self._groups():
+                group.update(changes.get(number, {}))
+        if zero_grad is not None:
+            self.zero_grad(zero_grad)
+        if self._running.optimizer is not None:
+            step_optimizer(self._running.optimizer)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drops the gradients that the optimizer steps with."""
+        self._running.zero_grad(set_to_none)
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Returns the state that the optimizer has, by name of the weight."""
+        optimizer = self._running.optimizer
+        if optimizer is None:
+            return {}
+        return {
+            name: dict(optimizer.state[weight])
+            for name, weight in self._weights().items()
+            if weight in optimizer.state
+        }
+
+    def misfits(self, state: Mapping[str, Any]) -> list[str]:
+        """Returns the differences because of which the optimizer cannot load a state."""
+        optimizer = self._running.optimizer
+        if optimizer is None:
+            return []
+        kind, present = type(optimizer), self.optimizer_state()
+        return [
+            text
+            for name, weight in self._weights().items()
+            if name in state
+            for text in states.misfits(name, weight.shape, state[name], kind, present.get(name))
+        ]
+
+    def load_optimizer(self, groups: Groups, state: Mapping[str, Any]) -> None:
+        """Replaces the groups and the state of the optimizer."""
+        self.arrange(groups)
+        self._put_optimizer_state({name: state.get(name) for name in self._weights()})
+
+    def _stepped(self) -> set[Tensor]:
+        """Returns the weights that the optimizer steps."""
+        return {weight for _, group in self._groups() for weight in group["params"]}
+
+    def _put_optimizer_state(self, state: Mapping[str, dict[str, Any] | None]) -> None:
+        """Replaces, or drops if None, the optimizer's state of some weights."""
+        optimizer, stepped = self._running.optimizer, self._stepped()
+        for name, weight in self._weights().items():
+            if optimizer is not None and name in state and weight in stepped:
+                WeightState(optimizer, weight).put(state[name] or {})
 
 
 def set_up(assignment: Assignment) -> RRef[Host]:
-    """Makes the stages of this worker and the thread that runs them."""
-    return RRef(Host(Runner(assignment)))
+    """Makes the stages of this worker, and the thread that runs them."""
+    return RRef(Host(assignment))
 
 
-def close(pipe: int) -> None:
-    """Ends the runner of a pipeline; the last reference releases its stages."""
-    # Else a step that comes before that reference has gone would be put to it, and never answered.
-    runner = _runners.pop(pipe, None)
-    if runner is not None:
-        runner.close()
+class WeightState:
+    """What an optimizer knows of one weight, in the form that snapshots save and restore.
+
+    Args:
+        optimizer: The optimizer.
+        weight: The weight.
+    """
+
+    def __init__(self, optimizer: Optimizer, weight: Tensor) -> None:
+        self._optimizer = optimizer
+        self._weight = weight
+
+    def _present(self) -> dict[str, Any]:
+        return dict(self._optimizer.state.get(self._weight, {}))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, empty before the first step, and the lineage of the class."""
+        return {"classes": states.lineage(type(self._optimizer)), "state": self._present()}
+
+    def weft_differences(self, path: str, saved: Mapping[str, Any]) -> list[str]:
+        """Returns the differences that prevent loading what ``state_dict`` of another returned."""
+        kind = type(self._optimizer)
+        classes = states.lineage(kind)
+        if not states.fits_class(saved["classes"], classes):
+            return [f"{path} is of the class {saved['classes'][0]} there and {classes[0]} here"]
+        shape, present = self._weight.shape, self._present()
+        return list(states.misfits(path, shape, saved["state"], kind, present))
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Loads what ``state_dict`` of another returned."""
+        self.put(saved["state"])
+
+    def put(self, state: Mapping[str, Any]) -> None:
+        """Replaces the state."""
+        self._optimizer.state.pop(self._weight, None)
+        if state:
+            placed = states.placed(self._optimizer, self._weight, state)
+            self._optimizer.state[self._weight] = placed
 
 
-def first_values(pipe: int, group: int) -> list[Tensor]:
-    """Returns the weights of the first member of a group of copies, which this worker holds."""
-    runner = runner_of(pipe)
-    member = runner.assignment.copies.groups[group][0]
-    module = runner.stages[member.stage].module
-    return [each.detach() for each in runner.assignment.copies.weights(member, module)]
+def _check_known(weights: Sequence[Tensor], found: Mapping[Tensor, object]) -> None:
+    for weight in weights:
+        if weight not in found:
+            raise ConfigurationError(
+                f"the optimizer steps a tensor of shape {tuple(weight.shape)} that is no weight of "
+                "this worker's stages; make it of the weights that its function is called with"
+            )
 
 
-def set_values(pipe: int, group: int, values: Sequence[Tensor]) -> None:
-    """Sets the weights of this worker's members of a group of copies."""
-    runner = runner_of(pipe)
-    copies = runner.assignment.copies
-    with torch.no_grad():
-        for member in copies.groups[group]:
-            if member.worker == runner.assignment.worker:
-                module = runner.stages[member.stage].module
-                for weight, value in zip(copies.weights(member, module), values, strict=True):
-                    weight.copy_(value)
+def _options(group: Mapping[str, Any]) -> Options:
+    return copied_options({key: value for key, value in group.items() if key != "params"})
 
 
-def norms(pipe: int, norm_type: float) -> Tensor:
-    """Returns the norms of this worker's gradients, each weight once in the pipeline."""
-    runner = runner_of(pipe)
-    copies, me = runner.assignment.copies, runner.assignment.worker
-    found = [
-        norm(weight.grad.detach().double(), norm_type)
-        for number, stage in runner.stages.items()
-        for name, weight in stage.module.named_parameters()
-        if weight.grad is not None and copies.is_first(me, number, name)
-    ]
-    return torch.stack(on_host(found)) if found else torch.empty(0, dtype=torch.float64)
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
-def scale_gradients(pipe: int, factor: float) -> None:
-    """Multiplies this worker's gradients with a factor."""
-    for stage in runner_of(pipe).stages.values():
-        for weight in stage.parameters():
-            if weight.grad is not None:
-                weight.grad.mul_(factor)
-
-
-def set_mode(pipe: int, is_training: bool) -> None:
-    """Sets the mode of this worker's stages."""
-    for stage in runner_of(pipe).stages.values():
-        stage.module.train(is_training)
-
-
-def peak_held(pipe: int) -> int:
-    """Returns the most micro-batches whose activations this worker held in the last step."""
-    return runner_of(pipe).peak_held
-
-
-def start_recording(pipe: int) -> None:
-    """Has this worker note when its actions begin and end."""
-    runner_of(pipe).notes = Notes()
-
-
-def stop_recording(pipe: int) -> WorkerNotes:
-    """Ends the recording on this worker; returns its notes."""
-    runner = runner_of(pipe)
-    notes, runner.notes = runner.notes or Notes(), None
-    return WorkerNotes(clock_id(), notes.steps)
+def _mark() -> Mark | None:
+    return device_streams.mark() if device_streams.HAS_CUDA else None

@@ -11,26 +11,9 @@ from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.optim import states
 from torchweft.optim.states import Options, changed_options, check_members, copied_options
 from torchweft.pipeline import groups as grouping
-from torchweft.pipeline import stepping, weights
-from torchweft.pipeline.deployment import Deployment
+from torchweft.pipeline.deployment import Deployment, Dropping
 from torchweft.pipeline.groups import Group, Made, Weight
-
-
-class Dropping:
-    """Whether the gradients are to be dropped before they are used again, and how."""
-
-    def __init__(self) -> None:
-        self._set_to_none: bool | None = None
-
-    def want(self, set_to_none: bool | None) -> None:
-        """Has them dropped; a gradient that is None does not become zeros."""
-        if set_to_none is not None and not self._set_to_none:
-            self._set_to_none = set_to_none
-
-    def take(self) -> bool | None:
-        """Returns whether they become None, or zeros; None: they stay. Then it has been done."""
-        found, self._set_to_none = self._set_to_none, None
-        return found
+from torchweft.pipeline.host import Host
 
 
 class PipeWeight:
@@ -113,10 +96,10 @@ class PipeOptimizer(states.Unscalable, Optimizer):
 
     def _make(self, deployment: Deployment) -> list[Made | None]:
         """Makes the optimizers of all workers; returns their groups."""
-        return deployment.call_named(stepping.make, *self._recipe)
+        return deployment.call_all(Host.make_optimizer, *self._recipe)
 
     def _arrange(self, deployment: Deployment, found: Sequence[Group]) -> None:
-        deployment.call_named(stepping.arrange, _as_arranged(found))
+        deployment.call_all(Host.arrange, _as_arranged(found))
 
     def replace(self) -> None:
         """Notes that the pipeline has another optimizer now."""
@@ -146,7 +129,7 @@ class PipeOptimizer(states.Unscalable, Optimizer):
         """
         changed: dict[tuple[int, str], tuple[str, Any]] = {}
         placed = self._placed()
-        for worker, found in zip(placed.workers, placed.call_all(stepping.options), strict=True):
+        for worker, found in zip(placed.workers, placed.call_all(Host.options), strict=True):
             for number, options in found.items():
                 for key, value in changed_options(options, self._told[number]).items():
                     first, other = changed.setdefault((number, key), (worker, value))
@@ -235,7 +218,7 @@ class PipeOptimizer(states.Unscalable, Optimizer):
         changes = self._changes()
         zero_grad = self._dropping.take()
         try:
-            placed.call_all(stepping.step, changes, zero_grad)
+            placed.call_all(Host.step, changes, zero_grad)
         except BaseException:
             self._dropping.want(zero_grad)
             raise
@@ -258,7 +241,7 @@ class PipeOptimizer(states.Unscalable, Optimizer):
         return states.saved_with_hooks(self, self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
-        state = self._placed().gathered(weights.optimizer_state)
+        state = self._placed().gathered(Host.optimizer_state)
         groups = self.follow()
         return {
             "state": state,
@@ -287,12 +270,12 @@ class PipeOptimizer(states.Unscalable, Optimizer):
         saved, state = _read(state_dict)
         problems = self._problems(state_dict, saved, state, present)
         if not problems:
-            of_workers = placed.call_named(stepping.misfits, state)
+            of_workers = placed.call_all(Host.misfits, state)
             problems = [text for each in of_workers for text in each]
         if problems:
             raise _misfit(problems)
         found = grouping.restored_groups(saved, present)
-        placed.call_named(stepping.load, _as_arranged(found), state)
+        placed.call_all(Host.load_optimizer, _as_arranged(found), state)
         self.adopt(found)
 
     def weft_differences(self, path: str, state: Any) -> list[str]:

@@ -19,18 +19,18 @@ from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
 from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
 from torchweft.optim.states import Moved
-from torchweft.pipeline import host, moving, stepping, stream_host, weights
-from torchweft.pipeline.batches import TrainingBatches, check_untrained
+from torchweft.pipeline.batches import TrainingBatches, check_untrained, cut_batch, joined
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
-from torchweft.pipeline.deployment import WAIT_S, Deployment, Layout, Schedules, Settings
+from torchweft.pipeline.deployment import Deployment, Dropping, Layout, Schedules, check_same
 from torchweft.pipeline.groups import Group
-from torchweft.pipeline.optimizer import Dropping, PipeOptimizer
+from torchweft.pipeline.host import Form, Host
+from torchweft.pipeline.minibatches import Run, iterator_of
+from torchweft.pipeline.optimizer import PipeOptimizer, SavedGroups
 from torchweft.pipeline.recording import Recording, WorkerNotes
+from torchweft.pipeline.runner import WAIT_S, OptimizerMaker, Settings
 from torchweft.pipeline.schedules import Table
-from torchweft.pipeline.streaming import OptimizerMaker, Run, iterator_of
-from torchweft.pipeline.values import joined
 from torchweft.pipeline.wiring import Wiring
 from torchweft.rpc import UNSET_RPC_TIMEOUT
 
@@ -66,9 +66,6 @@ class Pipe(Closing):
             returns the optimizer that ``run`` steps there.
         check_finite: Whether each worker checks what its stages send, the loss and the gradients of
             the weights. The first stage with NaN or an infinity ends the step with ``NotFinite``.
-        share_memory: Whether large activations and gradients are computed into memory that the
-            workers of a host share, and travel without a copy. No stage may change its inputs or,
-            after its forward, its outputs in place; one that does ends the step with an error.
 
     Raises:
         StageMismatch: With an example, a stage cannot take the values that it gets.
@@ -113,7 +110,6 @@ class Pipe(Closing):
         example: Any = None,
         optimizer: OptimizerMaker | None = None,
         check_finite: bool = False,
-        share_memory: bool = False,
     ) -> None:
         check_choice("checkpoint", checkpoint, ("never", "except_last", "always"))
         check_choice("reduction", reduction, ("mean", "sum"))
@@ -121,7 +117,7 @@ class Pipe(Closing):
         check_callable("optimizer", optimizer, _ON_WORKERS)
         limit_s = limit_of(timeout, WAIT_S)
         self._settings = Settings(
-            loss, checkpoint, reduction == "mean", limit_s, optimizer, check_finite, share_memory
+            loss, checkpoint, reduction == "mean", limit_s, optimizer, check_finite
         )
         self._schedule = schedule
         self._mode: bool | None = None
@@ -206,9 +202,11 @@ class Pipe(Closing):
         check_untrained(batch, "the batch")
         check_untrained(target, "the target")
         self._moved.warn_of_changes("call pipe.repartition(model) to have the stages follow")
+        count = self.table.n_microbatches
+        batches, targets = cut_batch(batch, count), cut_batch(target, count, "the target")
         zero_grad = self._dropping.take()
         try:
-            losses = self._deployment.run_once(True, zero_grad, batch, target)
+            losses = self._deployment.run_once(True, zero_grad, batches, targets)
         except BaseException:
             self._dropping.want(zero_grad)
             raise
@@ -253,7 +251,7 @@ class Pipe(Closing):
         placed.step += 1
         self._is_running = True
         wiring, limit_s = self.stages.wiring, self._settings.limit_s
-        run = Run(placed.number, placed.step, placed.infos, self.table, wiring, limit_s)
+        run = Run(placed.step, placed.open_hosts(), self.table, wiring, limit_s)
         try:
             yield from run.losses(source)
         finally:
@@ -283,7 +281,8 @@ class Pipe(Closing):
         The outputs of the micro-batches are joined along dimension 0. Blocks.
         """
         self._check_idle()
-        results = self._deployment.run_once(False, None, batch, None)
+        batches = cut_batch(batch, self.table.n_microbatches)
+        results = self._deployment.run_once(False, None, batches, [])
         parts = sorted(pair for pair in itertools.chain(*results))
         return joined([output for _, output in parts])
 
@@ -341,21 +340,21 @@ class Pipe(Closing):
         self._check_synchronous("clip_grad_norm_")
         max_norm, norm_type = check_norms(max_norm, norm_type)
         self._drop_now()
-        norm = norm_of(torch.cat(self._all(host.norms, norm_type)).unbind(), norm_type).double()
+        norm = norm_of(torch.cat(self._all(Host.norms, norm_type)).unbind(), norm_type).double()
         factor = coefficient_of(norm, max_norm, error_if_nonfinite=error_if_nonfinite)
         if factor is not None:
-            self._all(host.scale_gradients, float(factor))
+            self._all(Host.scale_gradients, float(factor))
         return norm
 
     def _drop_now(self) -> None:
         """Drops the gradients before they are looked at, if that is due."""
         set_to_none = self._dropping.take()
         if set_to_none is not None:
-            self._all(stepping.zero_grad, set_to_none)
+            self._all(Host.zero_grad, set_to_none)
 
     def train(self, mode: bool = True) -> Pipe:
         """Sets the training mode of all stages; returns the pipeline."""
-        self._all(host.set_mode, mode)
+        self._all(Host.set_mode, mode)
         self._mode = mode
         return self
 
@@ -371,19 +370,19 @@ class Pipe(Closing):
         statistics of a batch normalization follow only the micro-batches of that replica.
         """
         self._check_idle()
-        return self._deployment.gathered(weights.values)
+        return self._deployment.gathered(Host.values)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradients of all weights, copied to the driver; keys as in ``state_dict``."""
         self._check_idle()
         self._drop_now()
-        return self._deployment.gathered(weights.gradients)
+        return self._deployment.gathered(Host.gradients)
 
     def squared_norms(self) -> dict[str, float]:
         """Returns the squared norm of each weight's gradient; keys as in ``state_dict``."""
         self._check_idle()
         self._drop_now()
-        return self._deployment.gathered(weights.squared_norms)
+        return self._deployment.gathered(Host.squared_norms)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Sets the weights and buffers of all stages.
@@ -394,9 +393,9 @@ class Pipe(Closing):
         """
         self._check_idle()
         placed = self._deployment
-        given = {name: weights.Form.of(value) for name, value in state.items()}
-        moving.check_same(given, moving.forms(placed))
-        placed.call_named(weights.set_values, dict(state))
+        given = {name: Form.of(value) for name, value in state.items()}
+        check_same(given, {name: held.form for name, held in placed.held().items()})
+        placed.call_all(Host.set_values, dict(state))
 
     # Moving and saving
 
@@ -436,7 +435,7 @@ class Pipe(Closing):
             self._optimizer.follow()
         new = self._replacement(stages, workers or old.workers, schedule, wiring, ties, example)
         with self._placed(new) as groups:
-            moving.move(old, new, self._settings.answer_s)
+            new.move_from(old)
         self._deployment, self._schedule = new, schedule
         if self._optimizer is not None and groups is not None:
             self._optimizer.adopt(groups)
@@ -498,7 +497,7 @@ class Pipe(Closing):
         try:
             groups = None if self._optimizer is None else self._optimizer.move(new)
             if self._mode is not None:
-                new.call_all(host.set_mode, self._mode)
+                new.call_all(Host.set_mode, self._mode)
             yield groups
         except BaseException:
             new.close()
@@ -528,7 +527,7 @@ class Pipe(Closing):
         """
         self._check_idle()
         groups = None if self._optimizer is None else self._optimizer.follow()
-        tree, _ = moving.tree(self._deployment, groups, state)
+        tree, _ = _tree(self._deployment, groups, state)
         random_of = {*self.workers, current().me.name}
         return snapshots.save(directory, tree, step=step, keep=keep, random_states=random_of)
 
@@ -566,9 +565,9 @@ class Pipe(Closing):
         step: int | None,
         groups: list[Group] | None,
     ) -> snapshots.Snapshot:
-        tree, saved = moving.tree(deployment, groups, state)
+        tree, saved = _tree(deployment, groups, state)
         snapshot = snapshots.restore(directory, tree, step=step)
-        moving.spread(deployment, self._settings.answer_s)
+        deployment.spread()
         if self._optimizer is not None:
             self._optimizer.restore(deployment, saved.groups)
         return snapshot
@@ -580,7 +579,7 @@ class Pipe(Closing):
 
         With an asynchronous schedule, minibatches in the last run.
         """
-        return self._all(host.peak_held)
+        return self._all(Host.peak_held)
 
     def recording(self) -> Recording:
         """Measures when each action of the training steps in a ``with`` block runs.
@@ -610,26 +609,24 @@ class Pipe(Closing):
     def _start_recording(self) -> None:
         if self._is_recorded:
             raise ConfigurationError("the pipeline is recorded already; leave that block first")
-        self._all(host.start_recording)
+        self._all(Host.start_recording)
         self._is_recorded = True
 
     def _stop_recording(self) -> list[WorkerNotes]:
         self._is_recorded = False
-        return self._all(host.stop_recording)
+        return self._all(Host.stop_recording)
 
     def versions_held(self) -> list[int]:
         """Returns the most versions of its weights that each worker held at once in the last run.
 
         The newest version counts. With a synchronous schedule it is the only one.
         """
-        if self._deployment.endless is None:
-            return [1] * len(self.workers)
-        return self._all(stream_host.versions_held)
+        return self._all(Host.versions_held)
 
-    def _all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls a function of the host on all workers; returns the results by row."""
+    def _all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls a method of all hosts; returns the results by row."""
         self._check_idle()
-        return self._deployment.call_all(function, *args)
+        return self._deployment.call_all(method, *args)
 
     # The end
 
@@ -643,3 +640,20 @@ class Pipe(Closing):
             losses.close()
         self._moved.close()
         self._deployment.close()
+
+
+def _tree(
+    deployment: Deployment, groups: list[Group] | None, state: dict[str, Any] | None
+) -> tuple[dict[str, Any], SavedGroups]:
+    """Returns all that a snapshot holds; and of that, the optimizer's groups.
+
+    Args:
+        deployment: The stages.
+        groups: The groups of the optimizer; None if there is none.
+        state: Further state of the program.
+    """
+    saved = SavedGroups(groups or [])
+    found: dict[str, Any] = {"pipe": deployment.references()}
+    if groups is not None:
+        found["groups"] = saved
+    return {**found, "program": {} if state is None else state}, saved

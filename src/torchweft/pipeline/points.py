@@ -17,9 +17,17 @@ from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.pipeline.checking import check_like_model
 from torchweft.pipeline.cutting import Stages, cut_evenly, find_ties
 from torchweft.pipeline.errors import CutError
-from torchweft.pipeline.part import Operation, Part, State, Value, mapped
 from torchweft.pipeline.partition import Profile
-from torchweft.pipeline.tracing import INPUT, Trace, trace
+from torchweft.pipeline.tracing import (
+    INPUT,
+    Operation,
+    Part,
+    State,
+    Trace,
+    Value,
+    mapped,
+    trace,
+)
 from torchweft.pipeline.wiring import BATCH, Take, Wiring
 
 
@@ -88,10 +96,10 @@ def cut_model(
     points = _checked_points(model, cuts)
     arguments = _arguments(model, example_args, dict(example_kwargs or {}))
     found = trace(model, list(points), arguments.args, arguments.kwargs)
-    steps, takes = _batch_apart(_without_unused(found.steps), arguments.takes)
+    steps = _without_unused(found.steps)
     sections = _sections(steps, _bounds(found, steps, points))
     _check_in_place(steps, sections, model)
-    stages = _Assembly(model, steps, sections, takes, found.only_mode).stages()
+    stages = _assembled(model, steps, sections, arguments.takes, found.only_mode)
     if example_args or example_kwargs:
         check_like_model(stages, model, example_args, example_kwargs or {}, arguments.batch)
     return stages
@@ -177,42 +185,6 @@ def _arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def _is_input(value: Any) -> bool:
     return value is INPUT or any(isinstance(each, Tensor) for each in _pytree.tree_leaves(value))
-
-
-def _batch_apart(
-    steps: Sequence[Operation], takes: Sequence[Take]
-) -> tuple[list[Operation], list[Take]]:
-    """Makes each entry of a batch that is a single dict an input, so that it is sent alone."""
-    inputs = [step for step in steps if step.kind == "input"]
-    names = {
-        step.name for step, take in zip(inputs, takes, strict=True) if take == Take(BATCH, None)
-    }
-    left = iter(takes)
-    found: list[Operation] = []
-    by_step: list[Take] = []
-    entries: dict[str, Value] = {}
-    same: dict[str, Value] = {}
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, Value):
-            return same.get(value.name, value)
-        return mapped(value, replaced)
-
-    for step in steps:
-        step = step._replace(args=replaced(step.args), kwargs=replaced(step.kwargs))
-        if step.kind == "input":
-            by_step.append(next(left))
-        elif _is_look(step) and step.args[0].name in names and step.target is operator.getitem:
-            key = step.args[1]
-            if key in entries:
-                same[step.name] = entries[key]
-                continue
-            if isinstance(key, str):
-                entries[key] = Value(step.name)
-                by_step.append(Take(BATCH, key))
-                step = step._replace(kind="input", args=())
-        found.append(step)
-    return found, by_step
 
 
 # Where the cuts are
@@ -344,8 +316,14 @@ def _is_in_place(step: Operation, model: nn.Module) -> bool:
 # The stages
 
 
-class _Assembly:
-    """Makes the stages from the steps.
+def _assembled(
+    model: nn.Module,
+    steps: Sequence[Operation],
+    sections: Mapping[str, int],
+    takes: Sequence[Take],
+    only_mode: bool | None,
+) -> Stages:
+    """Returns the stages.
 
     Args:
         model: The model.
@@ -353,65 +331,52 @@ class _Assembly:
         sections: The stage of each step.
         takes: How each input is taken from the batch.
         only_mode: The training mode that the steps are for; None for both.
+
+    Raises:
+        ConfigurationError: A stage takes nothing, or nothing takes its output.
     """
+    names = [step.name for step in steps if step.kind == "input"]
+    inputs = dict(zip(names, takes, strict=True))
+    n_stages = max(sections.values()) + 1
+    of_stage = [
+        [step for step in steps if sections.get(step.name) == stage] for stage in range(n_stages)
+    ]
+    given = [_taken(own) for own in of_stage]
+    wiring = Wiring.checked(
+        [[inputs.get(name) or Take(sections[name], name) for name in taken] for taken in given]
+    )
+    parts = []
+    for stage, (own, taken) in enumerate(zip(of_stage, given, strict=True)):
+        later = [name for names in given[stage + 1 :] for name in names]
+        result: Any = {name: Value(name) for name in later if sections.get(name) == stage}
+        if own[-1].kind == "output":
+            *own, output = own
+            result = output.args[0]
+        part = Part(taken, _operations(own, result), result, only_mode)
+        part.training = model.training
+        _place_modules(model, part, own, result)
+        parts.append(part)
+    _add_the_rest(model, parts)
+    return Stages(
+        tuple(parts), dataclasses.replace(wiring, spreads=False), find_ties(parts), has_names=True
+    )
 
-    def __init__(
-        self,
-        model: nn.Module,
-        steps: Sequence[Operation],
-        sections: Mapping[str, int],
-        takes: Sequence[Take],
-        only_mode: bool | None,
-    ) -> None:
-        self._model = model
-        self._only_mode = only_mode
-        self._sections = sections
-        self._steps: list[list[Operation]] = [[] for _ in range(max(sections.values()) + 1)]
-        inputs = [step.name for step in steps if step.kind == "input"]
-        self._inputs = dict(zip(inputs, takes, strict=True))
-        for step in steps:
-            if step.name in sections:
-                self._steps[sections[step.name]].append(step)
-        self._given: list[list[str]] = [self._taken(stage) for stage in range(len(self._steps))]
 
-    def stages(self) -> Stages:
-        """Returns the stages.
+def _taken(steps: Sequence[Operation]) -> list[str]:
+    """Returns the names of the values that a stage takes from others."""
+    own = {step.name for step in steps}
+    used = _names([(step.args, step.kwargs) for step in steps])
+    return [name for name in used if name not in own]
 
-        Raises:
-            ConfigurationError: A stage takes nothing, or nothing takes its output.
-        """
-        takes = [[self._take(name) for name in names] for names in self._given]
-        wiring = dataclasses.replace(Wiring.checked(takes), spreads=False)
-        parts = [self._part(stage) for stage in range(len(self._steps))]
-        _add_the_rest(self._model, parts)
-        return Stages(tuple(parts), wiring, find_ties(parts), has_names=True)
 
-    def _taken(self, stage: int) -> list[str]:
-        """Returns the names of the values that a stage takes from others."""
-        own = {step.name for step in self._steps[stage]}
-        used = _names([(step.args, step.kwargs) for step in self._steps[stage]])
-        return [name for name in used if name not in own]
-
-    def _take(self, name: str) -> Take:
-        return self._inputs[name] if name in self._inputs else Take(self._sections[name], name)
-
-    def _part(self, stage: int) -> Part:
-        steps = self._steps[stage]
-        is_last = stage == len(self._steps) - 1
-        result: Any
-        if is_last:
-            result = steps.pop().args[0]
-        else:
-            own = {step.name for step in steps}
-            sent = [name for given in self._given[stage + 1 :] for name in given if name in own]
-            result = {name: Value(name) for name in dict.fromkeys(sent)}
-        part = Part(self._given[stage], _operations(steps, result), result, self._only_mode)
-        part.training = self._model.training
-        for name in sorted({str(step.target) for step in steps if step.kind == "module"}, key=len):
-            part.add_submodule_named(name, self._model.get_submodule(name))
-        for name in _names([(step.args, step.kwargs) for step in steps] + [result], State):
-            _add_state(self._model, part, name)
-        return part
+def _place_modules(
+    model: nn.Module, part: Part, steps: Sequence[Operation], result: object
+) -> None:
+    """Gives a part the submodules and weights that its steps use."""
+    for name in sorted({str(step.target) for step in steps if step.kind == "module"}, key=len):
+        part.place(name, model.get_submodule(name))
+    for name in _names([(step.args, step.kwargs) for step in steps] + [result], State):
+        _add_state(model, part, name)
 
 
 def _operations(steps: Sequence[Operation], result: Any) -> list[Operation]:
@@ -430,7 +395,7 @@ def _add_state(model: nn.Module, part: Part, name: str) -> None:
     owner_name, _, last = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     is_persistent = last not in owner._non_persistent_buffers_set
-    part.add_state_named(name, getattr(owner, last), is_persistent=is_persistent)
+    part.place(name, getattr(owner, last), is_persistent=is_persistent)
 
 
 def _add_the_rest(model: nn.Module, parts: Sequence[Part]) -> None:

@@ -15,7 +15,7 @@ from torchweft.engine.protocol.observing import Lead, Reading, lead_of
 from torchweft.errors import ConfigurationError, WeftError
 from torchweft.ids import WorkerInfo
 from torchweft.pipeline.schedules import Costs, Span, Table, Timeline, predict
-from torchweft.pipeline.schedules.measurement import measured_costs, report
+from torchweft.pipeline.schedules.timeline import measured_costs, report
 from torchweft.probe import clock_id
 from torchweft.rpc import rpc_sync
 

@@ -32,11 +32,10 @@ from torchweft.errors import PipelineError, ProtocolError, WeftError, WorkerLost
 from torchweft.pipeline.copies import Copies, added, separated
 from torchweft.pipeline.finite import CheckedStage
 from torchweft.pipeline.recording import Notes
-from torchweft.pipeline.schedules import Action, Kind, Table
-from torchweft.pipeline.stage_run import Leaves, Objective, StageRun
-from torchweft.pipeline.values import Packet, describe
-from torchweft.pipeline.wiring import BATCH, Wiring
-from torchweft.rpc import on_worker_lost
+from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream, Table
+from torchweft.pipeline.stage import Leaves, Objective, StageRun
+from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe
+from torchweft.rpc import RRef, on_worker_lost
 from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
 
@@ -57,25 +56,55 @@ Key = tuple[int, ...]
 """Kind, stage, source and micro-batch of a message."""
 
 
+WAIT_S = 60.0
+"""How long stages wait for one another by default, and calls of a pipeline at least."""
+OptimizerMaker = Callable[[list[Tensor]], torch.optim.Optimizer]
+"""Makes the optimizer of one worker's weights."""
+
+
+class Settings(NamedTuple):
+    """The settings of a pipeline that do not depend on where its stages are.
+
+    Attributes:
+        loss: The loss function.
+        checkpoint: When activations are dropped and computed again.
+        is_mean: Whether the loss of a batch is the mean over its micro-batches.
+        limit_s: How long a stage waits for a value of another stage.
+        maker: Makes the optimizers that an asynchronous schedule steps.
+        check_finite: Whether stages look for NaN and infinity.
+    """
+
+    loss: Callable[[Any, Any], Tensor] | None
+    checkpoint: str
+    is_mean: bool
+    limit_s: float
+    maker: OptimizerMaker | None
+    check_finite: bool
+
+    @property
+    def answer_s(self) -> float:
+        """How long to wait for a worker that sets up its stages, or reads or writes their state."""
+        return max(self.limit_s, WAIT_S)
+
+
 @dataclass(frozen=True)
 class Assignment:
     """What one worker of a pipeline needs to know.
 
     Attributes:
-        pipe: Number of the pipeline, unique in the group.
+        pipe: Number of the pipeline, unique in the group; that of its port on each worker.
         worker: The worker's row.
         workers: The names of all workers, by row.
         table: The table.
         wiring: The values between the stages.
         stages: By number, a function that makes the stage's module, or the module.
-        loss: The loss function, for the worker of the last stage.
-        divisor: The number that each loss is divided by.
-        checkpoint: When activations are dropped: ``"always"``, ``"except_last"`` or ``"never"``.
         copies: The weights that exist more than once.
-        timeout_s: How long to wait for one message.
         driver: The name of the driver.
-        check_finite: Whether the stages check that their results are finite.
-        share_memory: Whether their values for others are computed into shared memory.
+        has_names: Whether the names in a stage are unique in the pipeline; otherwise the number of
+            the stage goes before them.
+        endless: Makes the rows of an asynchronous pipeline; None for a synchronous one. The table
+            is then only for forwards without gradients.
+        settings: The settings of the pipeline.
     """
 
     pipe: int
@@ -84,14 +113,17 @@ class Assignment:
     table: Table
     wiring: Wiring
     stages: Mapping[int, Callable[[], nn.Module] | nn.Module]
-    loss: Callable[[Any, Any], Tensor] | None
-    divisor: int
-    checkpoint: str
     copies: Copies
-    timeout_s: float
     driver: str
-    check_finite: bool
-    share_memory: bool
+    has_names: bool
+    endless: SchedulePipeDream | None
+    settings: Settings
+
+    @property
+    def divisor(self) -> int:
+        """The number that each loss is divided by."""
+        is_divided = self.settings.is_mean and self.endless is None
+        return self.table.n_microbatches if is_divided else 1
 
 
 class Start(NamedTuple):
@@ -103,6 +135,7 @@ class Start(NamedTuple):
         zero_grad: Whether gradients become None first, or zeros; None: they stay.
         inputs: By stage and micro-batch, what the stage takes of the batch.
         targets: By micro-batch, its target, for the last stage.
+        reports: Gets the losses of an asynchronous run, at the driver.
         done: Gets the result.
         mark: The end of the GPU work that computes inputs and targets.
         served: The call of the driver, which the row answers.
@@ -113,9 +146,10 @@ class Start(NamedTuple):
     zero_grad: bool | None
     inputs: Mapping[int, Mapping[int, Sequence[Any]]]
     targets: Mapping[int, Any]
+    reports: RRef[Any] | None
     done: torch.futures.Future[Any]
-    mark: Mark | None = None
-    served: ServedCall | None = None
+    mark: Mark | None
+    served: ServedCall | None
 
 
 class Aborted(Exception):
@@ -136,24 +170,20 @@ class Runner:
         self.assignment = assignment
         self.name = assignment.workers[assignment.worker]
         table, wiring = assignment.table, assignment.wiring
-        last = table.n_stages - 1
+        last, loss = table.n_stages - 1, assignment.settings.loss
         self.stages = {
             stage: self._make_stage(
                 stage,
                 self._made(stage, made),
                 wiring,
-                Objective(assignment.loss, assignment.divisor)
-                if stage == last and assignment.loss is not None
-                else None,
+                Objective(loss, assignment.divisor) if stage == last and loss is not None else None,
                 self._checkpoints,
-                assignment.share_memory,
             )
             for stage, made in separated(assignment.stages).items()
         }
         self.optimizer: torch.optim.Optimizer | None = None
-        self.group_numbers: list[int] = []
-        """The numbers that the groups of the optimizer have in the pipeline."""
         self.peak_held = 0
+        self.peak_versions = 1
         self.notes: Notes | None = None
         self._row = table.rows[assignment.worker]
         self._rpc = current_worker()
@@ -196,12 +226,12 @@ class Runner:
         return module
 
     def _make_stage(self, *args: Any) -> StageRun:
-        if self.assignment.check_finite:
+        if self.assignment.settings.check_finite:
             return CheckedStage(*args, unit=self.unit, worker=self.name, peer_of=self._peer_of)
         return StageRun(*args)
 
     def _checkpoints(self, microbatch: int) -> bool:
-        rule = self.assignment.checkpoint
+        rule = self.assignment.settings.checkpoint
         if rule == "except_last":
             return microbatch < self.assignment.table.n_microbatches - 1
         return rule == "always"
@@ -250,6 +280,7 @@ class Runner:
                 self._rpc.serving[threading.get_ident()] = content.served
                 self._run(content)
                 del self._rpc.serving[threading.get_ident()]
+                del content  # It has a reference of the driver.
                 self._listener.rest()
             elif key:
                 self._keep(step, key, content)
@@ -296,7 +327,7 @@ class Runner:
         arrived = self._arrived
         if wanted not in arrived:
             began_s = time.monotonic()
-            deadline_s = began_s + (limit_s or self.assignment.timeout_s)
+            deadline_s = began_s + (limit_s or self.assignment.settings.limit_s)
             parts = partial(self._awaited_since, key, began_s)
             while wanted not in arrived:
                 if self._mail.empty():
@@ -347,9 +378,9 @@ class Runner:
     def _too_late(self, key: Key) -> PipelineError:
         stage, sender, wanted = self.awaited(key)
         return PipelineError(
-            f"stage {stage} on worker {self.name!r} waited {self.assignment.timeout_s:g} s for "
-            f"{wanted} on {sender!r}; that stage takes longer, or waits "
-            "itself: see torchweft.rpc.stacks(), or raise timeout",
+            f"stage {stage} on worker {self.name!r} waited {self.assignment.settings.limit_s:g} s "
+            f"for {wanted} on {sender!r}; that stage takes longer, or waits itself: see "
+            "torchweft.rpc.stacks(), or raise timeout",
             stage=stage,
             worker=self.name,
             microbatch=key[3],
@@ -536,7 +567,7 @@ class Runner:
         """
         earlier = []
         for group in range(len(self.assignment.copies.groups)):
-            for weights in self._own_copies(group).values():
+            for weights in self.own_copies(group).values():
                 for weight in weights:
                     if weight.grad is not None:
                         earlier.append((weight, weight.grad))
@@ -552,7 +583,7 @@ class Runner:
         copies, me = self.assignment.copies, self.assignment.worker
         for number in range(len(copies.groups)):
             others = [worker for worker in copies.workers(number) if worker != me]
-            for place, weights in self._own_copies(number).items():
+            for place, weights in self.own_copies(number).items():
                 packet = Packet(0, None, [weight.grad for weight in weights])
                 for worker in others:
                     self._send(self._peers[worker], (COPIES, number, place, microbatch), packet)
@@ -560,7 +591,7 @@ class Runner:
     def _add_copies(self, microbatch: int = 0) -> None:
         """Waits for the gradients of the other copies; all copies get the sum."""
         for number, members in enumerate(self.assignment.copies.groups):
-            mine = self._own_copies(number)
+            mine = self.own_copies(number)
             if not mine:
                 continue
             gradients = [
@@ -574,7 +605,7 @@ class Runner:
                 for weight, total in zip(weights, totals, strict=True):
                     weight.grad = None if total is None else total.clone()
 
-    def _own_copies(self, group: int) -> dict[int, list[Tensor]]:
+    def own_copies(self, group: int) -> dict[int, list[Tensor]]:
         """Returns the weights of this worker's members of a group, by their place in it."""
         copies = self.assignment.copies
         return {

@@ -1,291 +1,286 @@
-"""The driver's side of an asynchronous pipeline: one run, from the first minibatch to the last."""
+"""The worker's side of an asynchronous pipeline: a runner whose row has no end.
+
+The worker makes its row part by part, as minibatches enter. It runs each part as soon as it knows
+of the minibatch, whatever parts other workers are at, so the pipeline does not run empty.
+
+A minibatch under way has a graph, which autograd needs unchanged until its backward, and the
+optimizer steps before that. Copies for each minibatch would hold one set of weights too many. So
+graphs are made of *leaves* that share the memory of the weights. The weights move to new memory
+when the optimizer is about to change memory that is still needed, and only then.
+"""
 
 from __future__ import annotations
 
-import functools
+import math
 import queue
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchweft.arguments import kind_of, wrong_type
 from torchweft.engine.threads import device_streams
-from torchweft.errors import (
-    ArgumentTypeError,
-    ConfigurationError,
-    PipelineError,
-    WorkerLost,
-)
-from torchweft.ids import WorkerInfo
-from torchweft.pipeline import host, stream_host
-from torchweft.pipeline.batches import check_untrained
-from torchweft.pipeline.cutting import Stages
-from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
-from torchweft.pipeline.values import picked_for, uncut
-from torchweft.pipeline.window import Window
-from torchweft.pipeline.wiring import BATCH, Wiring
-from torchweft.rpc import rpc_async
+from torchweft.engine.threads.device_streams import Mark
+from torchweft.engine.worker.peers import Peer
+from torchweft.pipeline.runner import Assignment, Runner, Start
+from torchweft.pipeline.schedules import Action, Kind
+from torchweft.pipeline.stage import Leaves
+from torchweft.rpc import RRef, on
 
-OptimizerMaker = Callable[[list[Tensor]], torch.optim.Optimizer]
-"""Makes the optimizer of one worker's weights."""
-
-_END_S = 5.0
+ENTER = 3
+"""The kind of messages with which the driver lets minibatches enter."""
 
 
-def short_table(schedule: SchedulePipeDream, n_workers: int) -> Table:
-    """Returns the table of an asynchronous schedule for one minibatch on each replica."""
-    held = Counter(stage for stages in schedule.placement(n_workers) for stage in stages)
-    return schedule.table(n_workers, max(held.values()))
+class WeightVersions:
+    """Keeps the versions of a stage's weights that minibatches use. One thread uses it.
 
-
-def check_updates(table: Table, is_endless: bool, optimizer: OptimizerMaker | None) -> None:
-    """Checks that there is an optimizer where the table steps it, and only there.
-
-    Raises:
-        ConfigurationError: There is none, or one too many; or another schedule has updates.
-    """
-    if is_endless and optimizer is None:
-        raise ConfigurationError(
-            f"{table.name} steps an optimizer on each worker; pass a function that makes it: "
-            "optimizer=functools.partial(torch.optim.SGD, lr=...)"
-        )
-    if not is_endless and table.is_asynchronous:
-        raise ConfigurationError(
-            f"the table {table.name!r} has updates; only SchedulePipeDream can run them"
-        )
-    if not is_endless and optimizer is not None:
-        raise ConfigurationError(
-            f"optimizer is for asynchronous schedules, and {table.name} is synchronous; call "
-            "step() of pipe.optimizer(...) after each pipe.step(...)"
-        )
-
-
-def check_endless(
-    schedule: SchedulePipeDream, n_workers: int, stages: Stages, checkpoint: str
-) -> None:
-    """Checks that an asynchronous schedule can run these stages.
-
-    Raises:
-        ConfigurationError: Stages share a weight, or the rule of checkpoints has no meaning.
-        TableError: Some action would wait for ever.
-    """
-    check(schedule.table(n_workers, 4 * n_workers), stages.wiring.edges)
-    if stages.ties:
-        first, *others = stages.ties[0]
-        listed = ", ".join(f"{name!r} of stage {stage}" for stage, name in others)
-        raise ConfigurationError(
-            f"the weight {first[1]!r} of stage {first[0]} is also {listed}; with an asynchronous "
-            "schedule these stages are at different versions of it, so it cannot stay one weight: "
-            "use a synchronous schedule, such as Schedule1F1B, or a weight for each stage"
-        )
-    if checkpoint == "except_last":
-        raise ConfigurationError(
-            "checkpoint is 'except_last', and an asynchronous schedule has no last micro-batch; "
-            "pass 'never' or 'always'"
-        )
-
-
-class _Ended(NamedTuple):
-    """A worker has answered a call."""
-
-    row: int
-    is_run: bool
-    error: Exception | None
-
-
-class Run:
-    """The calls of one run, and its events. Not thread-safe.
+    A version is the number of updates that it contains. The newest is the module itself; weights
+    that require no grad, and buffers, have no versions.
 
     Args:
-        pipe: Number of the pipeline.
-        number: Number of the run.
-        infos: The workers, by row.
-        table: Which worker has which stages.
-        wiring: The values between the stages.
-        limit_s: How long to wait for workers that are to end.
+        module: The stage's module. Its weights keep their identity, which optimizers need, but may
+            get other memory in an update.
     """
 
-    def __init__(
-        self,
-        pipe: int,
-        number: int,
-        infos: Sequence[WorkerInfo],
-        table: Table,
-        wiring: Wiring,
-        limit_s: float,
-    ) -> None:
-        self._ids = (pipe, number)
-        self._infos = infos
-        self._wiring = wiring
-        self._limit_s = limit_s
-        self._seats = [table.replicas(stage) for stage in range(table.n_stages)]
-        self._inputs = [stage for stage in range(table.n_stages) if wiring.taken(stage, BATCH)]
-        self._events = stream_host.open_reports(pipe, number)
-        self._running: set[int] = set()
-        self.window: Window[Tensor] = Window(2 * len(infos) + max(map(len, self._seats)))
+    def __init__(self, module: nn.Module) -> None:
+        self.newest = 0
+        self.peak = 1
+        self._own = {
+            name: weight for name, weight in module.named_parameters() if weight.requires_grad
+        }
+        self._leaves: dict[int, dict[str, Tensor]] = {}
+        self._users: dict[int, int] = {}
+        self._wanted = 0.0
 
-    def losses(self, source: Iterator[Any]) -> Generator[Tensor, None, None]:
-        """Yields the losses of all minibatches; ends the run on the workers in any case."""
+    def begin(self, minibatch: int, version: int) -> Leaves:
+        """Returns the leaves with which the module runs a minibatch, by name.
+
+        Args:
+            minibatch: The minibatch; it uses the version until its ``end``.
+            version: The newest, or one that ``want`` asked to keep.
+        """
+        self._users[minibatch] = version
+        return self._leaves_of(version)
+
+    def end(self, minibatch: int) -> None:
+        """Adds the gradients of a minibatch's backward to those of the module's own weights."""
+        leaves = self._leaves[self._users.pop(minibatch)]
+        for name, weight in self._own.items():
+            found, leaves[name].grad = leaves[name].grad, None
+            if found is not None:
+                weight.grad = found if weight.grad is None else weight.grad + found
+                hooks: Any = weight
+                for hook in list((hooks._post_accumulate_grad_hooks or {}).values()):
+                    hook(weight)
+        self._release()
+
+    def want(self, version: float) -> None:
+        """Says that later minibatches use no version before this one; infinity: none at all."""
+        self._wanted = version
+        self._release()
+
+    def update(self, step: Callable[[], object]) -> None:
+        """Makes the next version.
+
+        Args:
+            step: Changes the module's weights in place, as an optimizer's ``step`` does.
+        """
+        if self._is_needed(self.newest):
+            self._leaves_of(self.newest)
+            for weight in self._own.values():
+                weight.data = weight.data.clone()
+        else:
+            self._leaves.pop(self.newest, None)
+        step()
+        self.newest += 1
+        for weight in self._own.values():
+            weight.grad = None
+        self.peak = max(self.peak, len(self._leaves) + 1)
+
+    def _leaves_of(self, version: int) -> dict[str, Tensor]:
+        if version not in self._leaves:
+            assert version == self.newest, f"version {version} is gone; {self.newest} is the newest"
+            # ``data`` shares the memory, and counts changes by itself: a step after the move to
+            # new memory is no change of the leaf.
+            self._leaves[version] = {name: _leaf_of(weight) for name, weight in self._own.items()}
+        return self._leaves[version]
+
+    def _is_needed(self, version: int) -> bool:
+        return version >= self._wanted or version in self._users.values()
+
+    def _release(self) -> None:
+        for version in [each for each in self._leaves if not self._is_needed(each)]:
+            del self._leaves[version]
+
+
+def _leaf_of(weight: Tensor) -> Tensor:
+    """Returns a leaf with the memory of a weight, and its hooks on the gradient."""
+    leaf = weight.data.requires_grad_()
+    hooked: Any = weight
+    if hooked._backward_hooks:
+        setattr(leaf, "_backward_hooks", hooked._backward_hooks)  # noqa: B010
+    return leaf
+
+
+class Entry(NamedTuple):
+    """A minibatch on its way to a worker, or the end of the minibatches.
+
+    Attributes:
+        exists: False after the last minibatch.
+        inputs: By stage and minibatch, what the stage takes of it.
+        targets: By minibatch, its target, for the last stage.
+        mark: The end of the GPU work that computes them.
+    """
+
+    exists: bool
+    inputs: Mapping[int, Mapping[int, Sequence[Any]]]
+    targets: Mapping[int, Any]
+    mark: Mark | None = None
+
+
+class StreamRunner(Runner):
+    """Runs the stage of one worker for minibatches without end.
+
+    Args:
+        assignment: What it runs.
+    """
+
+    unit = "minibatch"
+
+    def __init__(self, assignment: Assignment) -> None:
+        super().__init__(assignment)
+        assert assignment.endless is not None
+        self._schedule = assignment.endless
+        (self._stage,) = assignment.table.stages_of(assignment.worker)
+        self._seats = len(assignment.table.replicas(self._stage))
+        self._versions = WeightVersions(self.stages[self._stage].module)
+        self._n_updated = 0
+        self._update: Action | None = None
+
+    def _peer_of(self, stage: int, microbatch: int) -> Peer:
+        seats = self.assignment.table.replicas(stage)
+        return self._peers[seats[microbatch % len(seats)]]
+
+    def _train(self, start: Start) -> None:
+        self._begin()
         try:
-            self._call_all(host.start, True, True, {}, {}, is_run=True)
-            is_open = True
-            while True:
-                while is_open and self.window.has_room:
-                    is_open = self._enter_next(source)
-                if self.window.is_empty:
-                    break
-                while not self.window.has_next:
-                    self._handle_event()
-                yield self.window.take()
-            while self._running:
-                self._handle_event()
+            self._run_parts(start)
         finally:
-            self._stop()
-            stream_host.close_reports(*self._ids)
+            self.peak_versions = self._versions.peak
+            self._versions = WeightVersions(self.stages[self._stage].module)
 
-    # The minibatches
+    def _begin(self) -> None:
+        module = self.stages[self._stage].module
+        module.zero_grad()
+        self._versions = WeightVersions(module)
+        self._n_updated = 0
+        self._update = None
+        self.peak_held = 0
+        if self.notes is not None:
+            self.notes.begin_step()
 
-    def _enter_next(self, source: Iterator[Any]) -> bool:
-        """Takes a minibatch from the program and lets it enter; returns whether there was one."""
-        number = self.window.n_entered
-        try:
-            found = next(source)
-        except StopIteration:
-            self._call_all(stream_host.finish, number)
-            return False
-        batch, target = _pair(found, number)
-        inputs: list[dict[int, Any]] = [{} for _ in self._infos]
-        for stage in self._inputs:
-            values = picked_for(stage, self._wiring, batch)
-            inputs[self._row_of(stage, number)][stage] = {number: values}
-        last = self._row_of(len(self._seats) - 1, number)
-        for row, given in enumerate(inputs):
-            targets = {number: target} if row == last else {}
-            self._call(row, stream_host.enter, (number, given, targets))
-        self.window.enter()
-        return True
+    def _run_parts(self, start: Start) -> None:
+        schedule, me = self._schedule, self.assignment.worker
+        n_workers = len(self.assignment.workers)
+        minibatch = 0
+        while (entry := self._wait_for(minibatch)).exists:
+            device_streams.use(entry.mark, entry.inputs, entry.targets)
+            entered = start._replace(inputs=entry.inputs, targets=entry.targets)
+            for action in schedule.rows(n_workers, minibatch, 1)[me]:
+                self._act(action, entered)
+            minibatch += 1
+        self._versions.want(math.inf)
+        for action in schedule.drain(n_workers, minibatch)[me]:
+            self._act(action, start)
+        self._end_update()
+        self._at = None
+        least = self.assignment.table.n_microbatches  # With fewer, a replica had none.
+        if self.notes is not None and minibatch >= least:
+            self.notes.end_step(self._step, self.peak_held, minibatch)
 
-    def _row_of(self, stage: int, minibatch: int) -> int:
-        seats = self._seats[stage]
-        return seats[minibatch % len(seats)]
+    def _wait_for(self, minibatch: int) -> Entry:
+        """Waits until a minibatch enters, as long as the program takes; or until there is none."""
+        self._at = None
+        while not self._mail.empty():  # A worker with enough to do hears of the end as well.
+            self._sort(*self._mail.get())
+        entry: Entry = self._take((ENTER, 0, 0, minibatch), math.inf)
+        return entry
 
-    # Calls and events
+    def _act(self, action: Action, start: Start) -> None:
+        self._end_update()
+        self._at = action
+        minibatch = action.microbatch
+        if action.kind is Kind.FORWARD:
+            version = self._version_used(minibatch)
+            losses: dict[int, Tensor] = {}
+            self._forward(action, start, losses, self._versions.begin(minibatch, version))
+            self._versions.want(self._version_used(minibatch + self._seats))
+            for loss in losses.values():
+                assert start.reports is not None
+                _report(start.reports, minibatch, loss)
+            self._note_end()
+        elif action.kind is Kind.BACKWARD:
+            self._backward(action)
+            self._versions.end(minibatch)
+            self._note_end()
+        else:
+            self.stages[self._stage].check_weights(minibatch)
+            self._send_copies(minibatch)
+            self._update = action
+            if self._seats == 1:
+                self._end_update()
 
-    def _call_all(self, function: Callable[..., Any], *args: Any, is_run: bool = False) -> None:
-        for row in range(len(self._infos)):
-            self._call(row, function, args, is_run=is_run)
+    def _version_used(self, minibatch: int) -> int:
+        return self._schedule.version_used(self._stage, minibatch, len(self.assignment.workers))
 
-    def _call(
-        self, row: int, function: Callable[..., Any], args: Sequence[Any], *, is_run: bool = False
-    ) -> None:
-        """Calls a worker; its answer becomes an event."""
-        limit_s = 0 if is_run else self._limit_s
-        future = rpc_async(self._infos[row], function, args=(*self._ids, *args), timeout=limit_s)
-        if is_run:
-            self._running.add(row)
-        future.add_done_callback(functools.partial(_note, self._events, row, is_run))
+    def _end_update(self) -> None:
+        """Ends an update, if one has begun, with the gradients of all its minibatches.
 
-    def _handle_event(self) -> None:
-        """Waits for the next event.
-
-        Raises:
-            PipelineError: A stage failed.
-            WorkerLost: A worker was lost.
+        A replica does this as late as it can, before its next action. The others may do their part
+        of the update only when a further minibatch enters, and the program decides when that is.
         """
-        event = self._next_event()
-        if isinstance(event, stream_host.Report):
-            device_streams.use(event.mark, event.loss)
-            self.window.put(event.minibatch, event.loss)
+        if self._update is None:
             return
-        if event.is_run:
-            self._running.discard(event.row)
-        if event.error is not None:
-            raise self._explain(event.error)
+        self._at, self._update = self._update, None
+        minibatch = self._at.microbatch
+        self._add_copies(minibatch)
+        count = minibatch + 1 - self._n_updated
+        self._n_updated = minibatch + 1
+        if self.assignment.settings.is_mean and count > 1:
+            for weight in self.stages[self._stage].parameters():
+                if weight.grad is not None:
+                    weight.grad = weight.grad / count
+        step = (lambda: None) if self.optimizer is None else self.optimizer.step
+        self._versions.update(step)
+        self._note_end()
 
-    def _next_event(self) -> Any:
-        # As long as workers run, they bound all waits themselves.
-        try:
-            return self._events.get(timeout=None if self._running else self._limit_s)
-        except queue.Empty:
-            raise PipelineError(
-                f"the loss of minibatch {self.window.n_taken} did not come within "
-                f"{self._limit_s:g} s after the workers had ended the run",
-                microbatch=self.window.n_taken,
-            ) from None
-
-    # The end
-
-    def _explain(self, error: Exception) -> Exception:
-        """Ends the run on all workers; returns the error that explains the others."""
-        return min([error, *self._stop()], key=blame)
-
-    def _stop(self) -> list[Exception]:
-        """Ends the run on the workers that still run it, and waits until they have ended it.
-
-        Returns:
-            The errors that they answer.
-        """
-        for info in self._infos if self._running else ():
-            try:
-                rpc_async(info, host.abort, args=self._ids, timeout=_END_S)
-            except WorkerLost:
-                continue
-        errors = []
-        deadline_s = time.monotonic() + min(self._limit_s, threading.TIMEOUT_MAX)
-        while self._running:
-            try:
-                event = self._events.get(timeout=max(deadline_s - time.monotonic(), 0.0))
-            except queue.Empty:
-                break
-            if isinstance(event, _Ended):
-                self._running -= {event.row} if event.is_run else set()
-                errors += [event.error] if event.error is not None else []
-        return errors
+    def _note_end(self) -> None:
+        if self.notes is not None:
+            self.notes.end_action()
 
 
-def _note(
-    events: queue.SimpleQueue[Any], row: int, is_run: bool, future: torch.futures.Future[Any]
-) -> None:
-    """Puts the end of a call among the events of a run, unless it says nothing."""
-    error = None
-    try:
-        future.value()
-    except Exception as raised:
-        error = raised
-    if is_run or error is not None:
-        events.put(_Ended(row, is_run, error))
+class Report(NamedTuple):
+    """The loss of a minibatch, on its way to the driver's loop."""
+
+    minibatch: int
+    loss: Tensor
+    mark: Mark | None
 
 
-def iterator_of(batches: Iterable[Any]) -> Iterator[Any]:
-    """Returns an iterator over minibatches.
+class Reports:
+    """Takes the losses of a run to the loop that drives it; the driver makes it. Thread-safe."""
 
-    Raises:
-        ArgumentTypeError: The argument cannot be iterated over.
-    """
-    try:
-        return iter(batches)
-    except TypeError:
-        raise wrong_type("batches", batches, "pass pairs of a batch and a target") from None
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-
-def _pair(found: Any, number: int) -> tuple[Any, Any]:
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        size = f" of {len(found)}" if isinstance(found, (tuple, list)) else ""
-        raise ArgumentTypeError(
-            f"minibatch {number} is {kind_of(found)}{size}; run takes pairs of a batch and a target"
-        )
-    for value, name in zip(found, ("the batch", "the target"), strict=True):
-        check_untrained(value, name)
-    return uncut(found[0]), uncut(found[1])
+    def put(self, minibatch: int, loss: Tensor) -> None:
+        """Takes the loss of a minibatch; never blocks."""
+        mark = device_streams.mark() if device_streams.HAS_CUDA else None
+        self.events.put(Report(minibatch, loss, mark))
 
 
-def blame(error: Exception) -> int:
-    """Orders the errors of a step: the one that explains the others first."""
-    if isinstance(error, WorkerLost):
-        return 0
-    return 1 if not isinstance(error, PipelineError) or error.stage >= 0 else 2
+def _report(reports: RRef[Reports], minibatch: int, loss: Tensor) -> None:
+    """Sends a loss to the driver; never waits."""
+    if reports.is_owner():
+        reports.local_value().put(minibatch, loss)
+    else:
+        on(reports).rpc_async(Reports.put, minibatch, loss)

@@ -1,14 +1,16 @@
-"""Which values each stage takes, and from where."""
+"""The values between stages: which each stage takes, and from where; and how they are sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree
 
 from torchweft.arguments import kind_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.pipeline.partition.text import aligned
 
 BATCH = -1
 """The source that stands for the batch, as it was passed to the pipeline."""
@@ -101,11 +103,6 @@ class Wiring:
         """Returns the arguments that ``stage`` takes from ``source``, in order."""
         return tuple(take for take in self.takes[stage] if take.source == source)
 
-    def describe(self) -> str:
-        """Returns an aligned table: which values each stage takes, and from where."""
-        rows = [[str(stage), self.text(stage)] for stage in range(len(self.takes))]
-        return aligned(["stage", "takes"], rows, left=["takes"])
-
     def text(self, stage: int) -> str:
         """Returns the values that a stage takes as text: ``hidden, cos from stage 0``."""
         shown = []
@@ -127,3 +124,89 @@ def _take(value: object, stage: int) -> Take:
         f"an argument of stage {stage} is {kind_of(value)}; pass the number of a stage, BATCH, or "
         "a Take"
     )
+
+
+# As they are sent
+
+
+class Packet(NamedTuple):
+    """The values that one stage takes from another, as they are sent.
+
+    Attributes:
+        mask: Bit *i* says that leaf *i* needs a gradient.
+        structure: The values with the places of leaves in their stead; None for one tensor alone.
+        leaves: Tensors, detached, and other objects.
+    """
+
+    mask: int
+    structure: Any
+    leaves: Sequence[Any]
+
+    def require_grad(self) -> list[Tensor]:
+        """Returns the leaves that need a gradient, in order; from now on they require it."""
+        mask, leaves = self.mask, self.leaves
+        if not mask:
+            return []
+        return [leaf.requires_grad_() for place, leaf in enumerate(leaves) if mask >> place & 1]
+
+    def values(self) -> Any:
+        """Returns the values, one for each ``Take``."""
+        if self.structure is None:
+            return self.leaves
+        return _pytree.tree_map(self.leaves.__getitem__, self.structure)
+
+
+def pick(output: Any, take: Take, stage: int) -> Any:
+    """Returns the part of a stage's output that another stage takes.
+
+    Raises:
+        ConfigurationError: The output has no such part.
+    """
+    if take.key is None:
+        return output
+    try:
+        return output[take.key]
+    except (KeyError, IndexError, TypeError):
+        raise ConfigurationError(
+            f"stage {stage} takes part {take.key!r} of the output of stage {take.source}, which is "
+            f"{describe(output)}"
+        ) from None
+
+
+def make_packet(values: Sequence[Any], *, may_need_grad: bool) -> tuple[Packet, list[Tensor]]:
+    """Returns values as they are sent, and their tensors that need a gradient, not detached.
+
+    Args:
+        values: The values.
+        may_need_grad: Whether a tensor without a graph counts as one that needs a gradient: the
+            graph of a checkpointed stage is made later.
+    """
+    leaves: Sequence[Any]
+    structure = None
+    if len(values) == 1 and isinstance(values[0], Tensor):
+        leaves = values
+    else:
+        leaves, spec = _pytree.tree_flatten(tuple(values))
+        structure = _pytree.tree_unflatten(range(len(leaves)), spec)
+    mask, sent, needing = 0, [], []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad or (may_need_grad and leaf.is_floating_point()):
+                mask |= 1 << place
+                needing.append(leaf)
+            leaf = leaf.detach()
+        sent.append(leaf)
+    return Packet(mask, structure, sent), needing
+
+
+def describe(value: Any) -> str:
+    """Describes a value for a message: types and shapes."""
+    if isinstance(value, Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        return f"{name}{list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        inside = ", ".join(map(describe, value))
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {describe(each)}" for key, each in value.items()) + "}"
+    return type(value).__name__

@@ -156,15 +156,14 @@ def test_a_table_of_the_stages() -> None:
     ]
 
 
-def test_a_table_of_the_wiring() -> None:
+def test_the_values_that_a_stage_takes_as_text() -> None:
     wiring = Wiring.checked(
         [[Take(BATCH, "x"), Take(BATCH, "y")], [0], [Take(0, 1), 1, Take(BATCH, "y", "mask")]]
     )
-    assert wiring.describe().splitlines() == [
-        "stage  takes",
-        "    0  x, y from the batch",
-        "    1  all from stage 0",
-        "    2  1 from stage 0; all from stage 1; y from the batch",
+    assert [wiring.text(stage) for stage in range(3)] == [
+        "x, y from the batch",
+        "all from stage 0",
+        "1 from stage 0; all from stage 1; y from the batch",
     ]
     lazy = Stages((nn.LazyLinear(2), model, nn.Linear(2, 2)), Wiring.chain(3, spreads=True))
     assert [line.split()[1:3] for line in str(lazy).splitlines()[1:]] == [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchweft.pipeline import BATCH, NotFinite, Wiring
 from torchweft.pipeline.finite import CheckedStage, not_finite
-from torchweft.pipeline.values import Packet
+from torchweft.pipeline.wiring import Packet
 
 NAN, INF = math.nan, math.inf
 

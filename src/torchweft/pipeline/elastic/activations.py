@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +20,11 @@ from torch.utils import _pytree
 
 from torchweft.engine.worker.current import current
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
-from torchweft.pipeline.values import describe
-from torchweft.rpc import RRef, rpc_async
+from torchweft.pipeline.wiring import describe
+from torchweft.rpc import RRef, on
 
 NOT_A_SAMPLE = -1
 NOWHERE = -1
-
-_stores: weakref.WeakValueDictionary[int, ActivationStore] = weakref.WeakValueDictionary()
 
 
 class Kept(NamedTuple):
@@ -77,19 +74,17 @@ class ActivationStore:
     """Keeps results of the frozen front on one worker. Thread-safe.
 
     Args:
-        key: Its number in the group.
         max_bytes: How much to keep; a result that has no room is not kept, since all samples
             come equally often. None for no limit.
     """
 
-    def __init__(self, key: int, max_bytes: int | None) -> None:
+    def __init__(self, max_bytes: int | None) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._rows: dict[int, tuple[int, list[Tensor]]] = {}
         self._structures: dict[int, Any] = {}
         self.n_bytes = 0
         self.n_layers_run = 0
-        _stores[key] = self
 
     def put(self, kept: Kept) -> None:
         """Keeps results, in place of those of the same samples."""
@@ -128,6 +123,10 @@ class ActivationStore:
                 for at, (numbers, rows) in found.items()
             ]
 
+    def usage(self) -> tuple[int, int]:
+        """Returns the bytes that it keeps, and how often a layer was run here for a sample."""
+        return self.n_bytes, self.n_layers_run
+
     def _drop(self, sample: int) -> None:
         _, row = self._rows.pop(sample, (0, []))
         self.n_bytes -= _size_of(row)
@@ -145,14 +144,14 @@ class FrontMaker:
         layers: The layers of the first stage, by name.
         n_frozen: How many of them are frozen, from the first on.
         training: Whether the others are in training mode.
-        key: Number of the stores that keep results.
+        stores: The stores that keep results, by the id of the worker.
         limit_s: How long to wait for results of another worker.
     """
 
     layers: OrderedDict[str, nn.Module]
     n_frozen: int
     training: bool
-    key: int
+    stores: dict[int, RRef[ActivationStore]]
     limit_s: float
 
     def __call__(self) -> FrozenFront:
@@ -171,7 +170,8 @@ class FrozenFront(nn.Sequential):
 
     def __init__(self, maker: FrontMaker) -> None:
         super().__init__(maker.layers)
-        self._n_frozen, self._key, self._limit_s = maker.n_frozen, maker.key, maker.limit_s
+        self._n_frozen, self._limit_s = maker.n_frozen, maker.limit_s
+        self._stores = maker.stores
         for layer in self._frozen():
             layer.requires_grad_(False)
             layer.eval()
@@ -203,9 +203,9 @@ class FrozenFront(nn.Sequential):
         return value
 
     def _front(self, inputs: Any, samples: list[int], homes: list[int]) -> Any:
-        store = _stores.get(self._key)
-        if store is None or NOT_A_SAMPLE in samples:
+        if NOT_A_SAMPLE in samples:
             return self._run(inputs, 0)
+        store = self._own_store()
         found = [*self._found(store, samples, homes)]
         known = {sample for kept in found for sample in kept.samples}
         places = {sample: place for place, sample in enumerate(samples) if sample not in known}
@@ -214,6 +214,9 @@ class FrozenFront(nn.Sequential):
             whole = _kept(0, list(places), len(samples), inputs)
             found.append(whole._replace(leaves=[leaf[rows] for leaf in whole.leaves]))
         return _joined([self._deepened(store, kept) for kept in found], samples)
+
+    def _own_store(self) -> ActivationStore:
+        return self._stores[current().me.id].local_value()
 
     def _run(self, value: Any, depth: int) -> Any:
         for layer in self._frozen(depth):
@@ -233,9 +236,9 @@ class FrozenFront(nn.Sequential):
         futures = []
         lost = contextlib.suppress(WorkerLost, CallTimeout)  # Results are then computed again.
         for home, its in asked.items():
-            args = (self._key, its, self._n_frozen)
             with lost:
-                futures.append(rpc_async(home, fetch, args=args, timeout=self._limit_s))
+                host = on(self._stores[home], self._limit_s)
+                futures.append(host.rpc_async(ActivationStore.get, its, self._n_frozen))
         for future in futures:
             with lost:
                 yield from future.wait()
@@ -259,23 +262,3 @@ def _joined(parts: Sequence[Kept], samples: Sequence[int]) -> Any:
     columns = zip(*(part.leaves for part in parts), strict=True)
     leaves = [torch.cat(column)[rows] for column in columns]
     return _pytree.tree_map(leaves.__getitem__, parts[0].structure)
-
-
-# What the driver and other workers call
-
-
-def make_store(key: int, max_bytes: int | None) -> RRef[ActivationStore]:
-    """Makes this worker's store; it ends with the last reference."""
-    return RRef(ActivationStore(key, max_bytes))
-
-
-def fetch(key: int, samples: list[int], depth: int) -> list[Kept]:
-    """Returns the results of those of these samples that this worker has."""
-    store = _stores.get(key)
-    return [] if store is None else store.get(samples, depth)
-
-
-def usage(key: int) -> tuple[int, int]:
-    """Returns the bytes that this worker keeps, and how often it has run a layer for a sample."""
-    store = _stores.get(key)
-    return (0, 0) if store is None else (store.n_bytes, store.n_layers_run)

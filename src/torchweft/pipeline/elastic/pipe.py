@@ -17,14 +17,16 @@ from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.checkpoint import Snapshot
 from torchweft.checkpoint import restore as restore_part
 from torchweft.closing import Closing
-from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
-from torchweft.free_threading import shared_count
 from torchweft.pipeline.cutting import Stages, find_ties
 from torchweft.pipeline.deployment import Schedules
-from torchweft.pipeline.elastic import activations
-from torchweft.pipeline.elastic.activations import NOT_A_SAMPLE, NOWHERE, FrontMaker
-from torchweft.pipeline.elastic.freezing import Freezing, choose_length, largest_part
+from torchweft.pipeline.elastic.activations import (
+    NOT_A_SAMPLE,
+    NOWHERE,
+    ActivationStore,
+    FrontMaker,
+)
+from torchweft.pipeline.elastic.epochs import Freezing, choose_length, largest_part
 from torchweft.pipeline.optimizer import PipeOptimizer
 from torchweft.pipeline.partition import Profile, balance
 from torchweft.pipeline.pipe import Pipe
@@ -35,11 +37,11 @@ from torchweft.rpc import (
     WorkerState,
     get_worker_info,
     health,
-    rpc_all,
+    on,
+    remote,
 )
 
 Replicas = tuple[int, ...]
-_numbers = shared_count(1)
 
 
 class Shape(NamedTuple):
@@ -173,9 +175,10 @@ class ElasticPipe(Closing):
 
     def _make_stores(self, workers: Iterable[str]) -> None:
         """Makes empty stores for the results of frozen layers."""
-        self._key = (current().me.id << 32) | next(_numbers)
-        args = (self._key, self._max_kept_bytes)
-        self._stores = rpc_all(workers, activations.make_store, args=args)
+        self._stores = {
+            get_worker_info(each).id: remote(each, ActivationStore, (self._max_kept_bytes,))
+            for each in workers
+        }
         self._homes: dict[int, tuple[int, int]] = {}
 
     # Stages
@@ -198,7 +201,7 @@ class ElasticPipe(Closing):
         chain = Wiring.chain(len(parts), spreads=False)
         if shape.n_frozen:
             modules[0] = FrontMaker(
-                parts[0], shape.n_frozen, self._model.training, self._key, self._limit_s
+                parts[0], shape.n_frozen, self._model.training, self._stores, self._limit_s
             )
             first = tuple(Take(BATCH, key) for key in range(3))
             chain = Wiring((first, *chain.takes[1:]), spreads=False)
@@ -335,8 +338,9 @@ class ElasticPipe(Closing):
 
     def usage(self) -> Usage:
         """Returns how much the workers keep of the results of frozen layers."""
-        found = rpc_all(self._workers, activations.usage, args=(self._key,))
-        n_bytes, n_run = zip(*found, strict=True)
+        stores = [self._stores[get_worker_info(name).id] for name in self._workers]
+        futures = [on(store).rpc_async(ActivationStore.usage) for store in stores]
+        n_bytes, n_run = zip(*[future.wait() for future in futures], strict=True)
         names = self._workers
         return Usage(dict(zip(names, n_bytes, strict=True)), dict(zip(names, n_run, strict=True)))
 
@@ -351,11 +355,8 @@ class ElasticPipe(Closing):
         keep: int | None = None,
     ) -> Snapshot:
         """Saves a snapshot; see ``Pipe.save``. Results of frozen layers are not in it."""
-        tree = {
-            "elastic": _Progress(self.shape.n_frozen, self._epoch),
-            "user": {} if state is None else state,
-        }
-        return self.pipe.save(directory, step=step, state=tree, keep=keep)
+        own = _Progress(self.shape.n_frozen, self._epoch)
+        return self.pipe.save(directory, step=step, state=self._tree(own, state), keep=keep)
 
     def _tree(self, own: _Progress, state: dict[str, Any] | None) -> dict[str, Any]:
         return {"elastic": own, "user": {} if state is None else state}

@@ -1,4 +1,4 @@
-"""The time and the memory of a stage, and of a plan: the only place that has formulas.
+"""The input of the planner, and the time and the memory of a stage: all formulas are here.
 
 Source: D. Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP
 2019, section 3.1, for asynchronous schedules. For a stage with r replicas, B bytes per second,
@@ -15,22 +15,20 @@ the maximum.) ``Execution`` refines this where the schedules of Weft differ from
 schedule            load of a stage; link of X = 2 a / B          predicted time of a step
 ==================  ===========================================  ===================================
 pipedream-stashing  max(T / r, V / r); X                          max load
-2bw                 max(T / r, V / M); X                          M · max load
 1f1b, gpipe         (⌈M / r⌉ - 1) T + V; (M - 1) X                Σ T + Σ X + max load
 ==================  ===========================================  ===================================
 
-M is the number of micro-batches of a step. V is the time of one exchange of gradients:
-``"central"``, the paper's 2 (r - 1) w / B, is one replica that receives from all others and answers
-them; ``"ring"`` is 2 (r - 1) / r · w / B, as every replica sends and receives that much in a ring
-all-reduce. Micro-batches that share an exchange divide its time: r of them with weight stashing,
-which updates once each replica has computed one; all M of them in the other schedules. In a
+M is the number of micro-batches of a step. V is the time of one exchange of gradients, the paper's
+2 (r - 1) w / B: one replica receives from all others and answers them. Micro-batches that share an
+exchange divide its time: r of them with weight stashing, which updates once each replica has
+computed one. In a
 synchronous step the pipeline fills and drains: one micro-batch passes all stages and links, the
 other micro-batches add the load of the slowest, and its exchange comes last, hidden by nothing.
 
 Memory of a worker: (versions + 1) · weights + optimizer state + fixed + in flight · saved. The
 added copy is the gradient. With n workers in this stage and all later stages, in flight is ⌈n / r⌉
 as in PipeDream, at most ⌈M / r⌉ in a synchronous step, and ⌈M / r⌉ for GPipe. Versions: 1 in a
-synchronous schedule; 2 for 2BW; as many as in flight with weight stashing.
+synchronous schedule; as many as in flight with weight stashing.
 
 Approximations:
 
@@ -53,22 +51,147 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchweft.pipeline.partition.cluster import Cluster
-from torchweft.pipeline.partition.errors import PartitionError
-from torchweft.pipeline.partition.profiles import Profile
-from torchweft.pipeline.partition.text import span_text
+from torchweft.pipeline.errors import PartitionError
+from torchweft.pipeline.partition.text import bytes_text, seconds_text, span_text
 
-Schedule: TypeAlias = Literal["1f1b", "gpipe", "pipedream-stashing", "2bw"]
-Exchange: TypeAlias = Literal["central", "ring"]
+Schedule: TypeAlias = Literal["1f1b", "gpipe", "pipedream-stashing"]
 Array: TypeAlias = NDArray[np.float64]
 Number: TypeAlias = Any
 """A float or an array of floats: each formula is written once, for one stage and for all stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """Time and memory of one layer for one micro-batch.
+
+    Attributes:
+        name: Name for tables and errors, such as ``"0:Conv2d"``.
+        forward_seconds: Time of the forward pass.
+        backward_seconds: Time of the backward pass, for gradients of input and weights.
+        activation_bytes: Size of the output, which is sent if the next layer is on another worker.
+            The gradient that comes back has the same size.
+        saved_bytes: Activations that the backward pass needs, held from forward to backward.
+        weight_bytes: Size of the parameters that are trained.
+        fixed_bytes: Size of frozen parameters and buffers: held once, never exchanged.
+        optimizer_ratio: Bytes of optimizer state for each byte of ``weight_bytes``, such as 2 for
+            Adam, 1 for SGD with momentum; None if not known, which counts as 0.
+
+    Raises:
+        PartitionError: If a number is negative, infinite or not a number.
+    """
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    activation_bytes: int
+    saved_bytes: int
+    weight_bytes: int
+    fixed_bytes: int = 0
+    optimizer_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise PartitionError(
+                    f"layer {self.name!r} has {field.name}={value}; it must be finite, 0 or more"
+                )
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of forward and backward pass together."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Size of the optimizer's state, rounded up; 0 if not known."""
+        return math.ceil(self.weight_bytes * (self.optimizer_ratio or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The layers of a model in order, as measured by ``profile`` or written by hand.
+
+    Attributes:
+        layers: The layers; at least one.
+        batch_size: Number of samples in the micro-batch that was measured.
+
+    Raises:
+        PartitionError: If there is no layer, or the batch is empty.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PartitionError("the profile has no layers; it needs at least one")
+        if self.batch_size < 1:
+            raise PartitionError(
+                f"the profile has batch_size={self.batch_size}; it must be 1 or more samples"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Workers of equal speed in a fixed order; stages take them in this order.
+
+    Attributes:
+        n_workers: Number of workers.
+        bandwidth: Bytes per second of a link between two workers, in one direction;
+            ``math.inf`` for links that cost nothing.
+        memory_bytes: Memory that a plan may use on each worker; None for no limit.
+        workers_per_host: Workers 0 to ``workers_per_host - 1`` are on the first host, and so on;
+            None if all links are alike.
+        host_bandwidth: Bytes per second between workers of different hosts, at most ``bandwidth``.
+
+    Raises:
+        PartitionError: If a number is out of its range, or a limit is missing.
+    """
+
+    n_workers: int
+    bandwidth: float
+    memory_bytes: int | None = None
+    workers_per_host: int | None = None
+    host_bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_workers < 1:
+            raise PartitionError(f"the cluster has {self.n_workers} workers; it needs at least one")
+        if not self.bandwidth > 0:
+            raise PartitionError(f"the bandwidth is {self.bandwidth} bytes/s; it must exceed 0")
+        if self.memory_bytes is not None and not self.memory_bytes >= 0:
+            raise PartitionError(f"a worker has a memory limit of {self.memory_bytes} bytes")
+        if (self.workers_per_host is None) != (self.host_bandwidth is None):
+            raise PartitionError(
+                f"workers_per_host={self.workers_per_host} and host_bandwidth="
+                f"{self.host_bandwidth}: give both, or none if all links are alike"
+            )
+        if self.workers_per_host is not None and self.workers_per_host < 1:
+            raise PartitionError(f"workers_per_host={self.workers_per_host} must be 1 or more")
+        if self.host_bandwidth is not None and not 0 < self.host_bandwidth <= self.bandwidth:
+            raise PartitionError(
+                f"host_bandwidth={self.host_bandwidth} bytes/s must exceed 0 and be at most the "
+                f"bandwidth within a host, {self.bandwidth}"
+            )
+
+    def bandwidth_among(self, workers: range) -> float:
+        """Returns the bandwidth of the slowest link between two of ``workers``."""
+        if self.workers_per_host is None or self.host_bandwidth is None:
+            return self.bandwidth
+        hosts = workers[0] // self.workers_per_host, workers[-1] // self.workers_per_host
+        return self.bandwidth if hosts[0] == hosts[1] else self.host_bandwidth
+
+    @property
+    def limit(self) -> float:
+        """The memory limit of each worker, infinite if there is none."""
+        return math.inf if self.memory_bytes is None else self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +201,17 @@ class Execution:
     Attributes:
         schedule: Kind of the schedule.
         n_microbatches: Micro-batches of one step; 1 where each minibatch is a step.
-        exchange: How replicas exchange gradients.
     """
 
     schedule: Schedule
     n_microbatches: int
-    exchange: Exchange
 
     @classmethod
-    def checked(cls, schedule: str, n_microbatches: int | None, exchange: str) -> Execution:
+    def checked(cls, schedule: str, n_microbatches: int | None) -> Execution:
         """Returns an execution; raises ``PartitionError`` if a part of it cannot be."""
         if schedule not in get_args(Schedule):
             raise PartitionError(
                 f"schedule {schedule!r} is none of {', '.join(get_args(Schedule))}"
-            )
-        if exchange not in get_args(Exchange):
-            raise PartitionError(
-                f"exchange {exchange!r} is none of {', '.join(get_args(Exchange))}"
             )
         if schedule == "pipedream-stashing" and n_microbatches not in (None, 1):
             raise PartitionError(
@@ -105,7 +222,7 @@ class Execution:
             raise PartitionError(f"schedule {schedule!r} needs n_microbatches, those of one step")
         if n_microbatches is not None and n_microbatches < 1:
             raise PartitionError(f"n_microbatches={n_microbatches} must be 1 or more")
-        return cls(cast(Schedule, schedule), n_microbatches or 1, cast(Exchange, exchange))
+        return cls(cast(Schedule, schedule), n_microbatches or 1)
 
     @property
     def is_synchronous(self) -> bool:
@@ -114,8 +231,7 @@ class Execution:
 
     def exchange_seconds(self, weight_bytes: Number, replicas: int, bandwidth: float) -> Number:
         """Returns the time in which ``replicas`` exchange their gradients once."""
-        sent = 2 * (replicas - 1) / (replicas if self.exchange == "ring" else 1)
-        return sent * weight_bytes / bandwidth
+        return 2 * (replicas - 1) * weight_bytes / bandwidth
 
     def load_parts(
         self, compute: Number, exchange: Number, link: Number, replicas: int
@@ -124,8 +240,7 @@ class Execution:
         if self.is_synchronous:
             repeats = math.ceil(self.n_microbatches / replicas) - 1
             return repeats * compute, exchange, (self.n_microbatches - 1) * link
-        sharing = replicas if self.schedule == "pipedream-stashing" else self.n_microbatches
-        return compute / replicas, exchange / sharing, link
+        return compute / replicas, exchange / replicas, link
 
     def load(self, parts: tuple[Number, Number, Number]) -> Number:
         """Returns the load that ``load_parts`` make together."""
@@ -151,31 +266,15 @@ class Execution:
             return step
         return min(pipeline, step) if self.schedule == "1f1b" else pipeline
 
-    def refusal(self, n_workers: int, replicas: int) -> str:
-        """Returns why a stage cannot have so many replicas; empty if it can.
-
-        Arguments as for ``in_flight``.
-        """
-        count = self.n_microbatches
-        if self.is_synchronous and replicas > count:
-            return f"each replica needs one of the {count} micro-batches"
-        if self.schedule != "2bw":
-            return ""
-        if count % replicas:
-            return f"the {count} micro-batches of an update must be the same number for each"
-        under_way = replicas * self.in_flight(n_workers, replicas)
-        if under_way > count:
-            return (
-                f"with {under_way} micro-batches under way, an update of {count} micro-batches "
-                "would need more than two versions of the weights"
-            )
+    def refusal(self, replicas: int) -> str:
+        """Returns why a stage cannot have so many replicas; empty if it can."""
+        if self.is_synchronous and replicas > self.n_microbatches:
+            return f"each replica needs one of the {self.n_microbatches} micro-batches"
         return ""
 
     def versions(self, in_flight: int) -> int:
         """Returns how many versions of its weights a worker holds."""
-        if self.schedule == "pipedream-stashing":
-            return in_flight
-        return 2 if self.schedule == "2bw" else 1
+        return 1 if self.is_synchronous else in_flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +320,26 @@ class StageCost:
         return self.forward_seconds + self.backward_seconds
 
     @property
+    def cells(self) -> list[str]:
+        """The costs as text, for a table."""
+        seconds = (
+            self.compute_seconds,
+            self.exchange_seconds,
+            self.transfer_seconds,
+            self.load_seconds,
+        )
+        limit = "none" if self.limit_bytes is None else bytes_text(self.limit_bytes)
+        memory = bytes_text(self.memory_bytes)
+        return [
+            *map(seconds_text, seconds),
+            self.limited_by,
+            str(self.in_flight),
+            str(self.versions),
+            memory if self.is_optimizer_known else f"{memory} + optimizer",
+            limit,
+        ]
+
+    @property
     def memory_bytes(self) -> int:
         """All memory that one worker of the stage needs."""
         held = self.weight_bytes + self.gradient_bytes + self.activation_bytes
@@ -262,14 +381,14 @@ class Costs:
             workers: The workers of the stage.
             n_workers: Number of workers of this stage and all later stages.
         """
-        loads, limit = self.loads(workers), self.cluster.limit(workers)
+        loads, limit = self.loads(workers), self.cluster.limit
         if limit == math.inf:
             return loads
         return np.where(self._memory(workers, n_workers) <= limit, loads, math.inf)
 
     def excesses(self, workers: range, n_workers: int) -> Array:
         """Returns by how many bytes stages exceed the memory; arguments as ``fitting_loads``."""
-        limit = min(self.cluster.limit(workers), sys.float_info.max)
+        limit = min(self.cluster.limit, sys.float_info.max)
         excesses: Array = self._memory(workers, n_workers) - limit
         return excesses
 
@@ -290,7 +409,7 @@ class Costs:
         forward = sum(layer.forward_seconds for layer in profiles)
         backward = sum(layer.backward_seconds for layer in profiles)
         weights = sum(layer.weight_bytes for layer in profiles)
-        if refusal := self.execution.refusal(n_workers, len(workers)):
+        if refusal := self.execution.refusal(len(workers)):
             raise PartitionError(
                 f"layers {span_text(layers)} cannot be a stage with {len(workers)} replicas: "
                 f"{refusal}"
@@ -301,7 +420,7 @@ class Costs:
         in_flight = self.execution.in_flight(n_workers, len(workers))
         versions = self.execution.versions(in_flight)
         is_known = all(p.optimizer_ratio is not None or not p.weight_bytes for p in profiles)
-        limit = self.cluster.limit(workers)
+        limit = self.cluster.limit
         return StageCost(
             forward_seconds=float(forward),
             backward_seconds=float(backward),

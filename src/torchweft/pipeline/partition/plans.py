@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-from torchweft.pipeline.partition.cluster import Cluster
-from torchweft.pipeline.partition.costs import Costs, Execution, StageCost
-from torchweft.pipeline.partition.errors import DoesNotFit, PartitionError
-from torchweft.pipeline.partition.profiles import Profile, read_json
+from torchweft.pipeline.errors import DoesNotFit, PartitionError
+from torchweft.pipeline.partition.costs import Cluster, Costs, Execution, Profile, StageCost
 from torchweft.pipeline.partition.text import (
     aligned,
     bytes_text,
@@ -21,10 +17,8 @@ from torchweft.pipeline.partition.text import (
     span_text,
 )
 
-_FORMAT = "torchweft pipeline plan 1"
-_TIME_HEADER = "stage,layers,workers,forward,backward,exchange,transfer,load,limited by".split(",")
-_MEMORY_HEADER = (
-    "stage,versions,weights,gradients,optimizer,in flight,activations,per worker,limit,"
+_HEADER = (
+    "stage,layers,workers,compute,exchange,transfer,load,limited by,in flight,versions,memory,limit"
 ).split(",")
 
 
@@ -62,9 +56,6 @@ class Plan:
         microbatch_size: Samples of a micro-batch; None for a plan without a profile.
         step_seconds: Predicted time of a step, which is one minibatch for ``pipedream-stashing``;
             None for a plan without a profile.
-
-    Raises:
-        PartitionError: If the stages do not follow each other.
     """
 
     stages: tuple[StagePlan, ...]
@@ -73,27 +64,6 @@ class Plan:
     n_microbatches: int | None = None
     microbatch_size: int | None = None
     step_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.stages:
-            raise PartitionError("the plan has no stages; it needs at least one")
-        layer, worker = 0, self.stages[0].workers.start
-        for number, stage in enumerate(self.stages):
-            if stage.layers.start != layer or not stage.layers:
-                raise PartitionError(
-                    f"stage {number} has layers {stage.layers}; it must have at least one, "
-                    f"from layer {layer} on"
-                )
-            if stage.workers.start != worker or not stage.workers:
-                raise PartitionError(
-                    f"stage {number} has workers {stage.workers}; it must have at least one, "
-                    f"from worker {worker} on"
-                )
-            layer, worker = stage.layers.stop, stage.workers.stop
-        if worker > self.n_workers:
-            raise PartitionError(
-                f"the stages need {worker} workers, and there are {self.n_workers}"
-            )
 
     @classmethod
     def manual(
@@ -106,7 +76,6 @@ class Plan:
         n_layers: int | None = None,
         schedule: str = "1f1b",
         n_microbatches: int | None = None,
-        exchange: str = "central",
     ) -> Plan:
         """Returns a plan with stages that the caller chose.
 
@@ -120,7 +89,6 @@ class Plan:
             n_layers: Number of layers, where there is no profile.
             schedule: Schedule that the plan is for, as in ``plan``.
             n_microbatches: Micro-batches of a step, as in ``plan``; needed with a profile.
-            exchange: How replicas exchange gradients, as in ``plan``.
 
         Raises:
             PartitionError: If cuts or replicas cannot be; says which and why.
@@ -131,9 +99,9 @@ class Plan:
         counts = _checked_replicas(replicas, blocks, cluster)
         cluster = cluster or Cluster(sum(counts), math.inf)
         if profile is not None:
-            execution = Execution.checked(schedule, n_microbatches, exchange)
+            execution = Execution.checked(schedule, n_microbatches)
             costs = Costs(profile, cluster, execution)
-            made = predicted(list(zip(blocks, counts, strict=True)), costs, first_worker=0)
+            made = predicted(list(zip(blocks, counts, strict=True)), costs)
             if error := made.find_misfit():
                 raise error
             return made
@@ -191,49 +159,13 @@ class Plan:
                 excess, worst = over, misfit(text, stage.layers, stage.cost, stage.cost.limit_bytes)
         return worst
 
-    def to_json(self) -> str:
-        """Returns the plan as JSON text."""
-        stages = [
-            {
-                "layers": [stage.layers.start, stage.layers.stop],
-                "workers": [stage.workers.start, stage.workers.stop],
-                "names": stage.names,
-                "cost": stage.cost and asdict(stage.cost),
-            }
-            for stage in self.stages
-        ]
-        rest = {name: getattr(self, name) for name in self.__slots__ if name != "stages"}
-        return json.dumps({"format": _FORMAT, **rest, "stages": stages}, indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Returns the plan that ``to_json`` wrote.
-
-        Raises:
-            PartitionError: If the text is not a plan.
-        """
-        data = dict(read_json(text, _FORMAT))
-        try:
-            del data["format"]
-            stages = tuple(_stage_of(stage) for stage in data.pop("stages"))
-            return cls(stages, **data)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, PartitionError):
-                raise
-            raise PartitionError(f"this JSON is not a plan: {error!r}") from error
-
     def table(self) -> str:
-        """Returns the stages as aligned tables: their time, and the memory of each worker."""
-        if self.slowest is None:
-            return aligned(
-                ["stage", "layers", "workers"],
-                [
-                    [str(number), span_text(stage.layers), span_text(stage.workers)]
-                    for number, stage in enumerate(self.stages)
-                ],
-                left=["layers", "workers"],
-            )
-        return f"{self._time_table()}\n\n{self._memory_table()}"
+        """Returns an aligned table: the time of each stage, and the memory of each worker."""
+        rows = []
+        for number, stage in enumerate(self.stages):
+            row = [str(number), layers_text(stage.layers, stage.names), span_text(stage.workers)]
+            rows.append(row if stage.cost is None else [*row, *stage.cost.cells])
+        return aligned(_HEADER[: len(rows[0])], rows, left=["layers", "workers", "limited by"])
 
     def __str__(self) -> str:
         return f"{self._head()}\n\n{self.table()}"
@@ -256,57 +188,18 @@ class Plan:
         lines.append(
             f"limited by the {cost.limited_by if cost else ''} of stage {self.slowest}{share}"
         )
+        lines.append(
+            "load: time between two micro-batches, if the stage were the slowest"
+            if self.schedule == "pipedream-stashing"
+            else "load: time of a step beyond its first micro-batch, if the stage were the slowest"
+        )
         return "\n".join(lines)
 
-    def _time_table(self) -> str:
-        rows = []
-        for number, stage in enumerate(self.stages):
-            if cost := stage.cost:
-                seconds = (
-                    cost.forward_seconds,
-                    cost.backward_seconds,
-                    cost.exchange_seconds,
-                    cost.transfer_seconds,
-                    cost.load_seconds,
-                )
-                first = [str(number), layers_text(stage.layers, stage.names)]
-                first.append(span_text(stage.workers))
-                rows.append([*first, *map(seconds_text, seconds), cost.limited_by])
-        is_endless = self.schedule in ("pipedream-stashing", "2bw")
-        meaning = (
-            "time between two micro-batches"
-            if is_endless
-            else "time of a step beyond its first micro-batch"
-        )
-        table = aligned(_TIME_HEADER, rows, left=["layers", "workers", "limited by"])
-        return f"{table}\n(load: {meaning}, if the stage were the slowest)"
 
-    def _memory_table(self) -> str:
-        rows = []
-        for number, stage in enumerate(self.stages):
-            if cost := stage.cost:
-                optimizer = bytes_text(cost.optimizer_bytes)
-                row = [
-                    str(number),
-                    str(cost.versions),
-                    bytes_text(cost.weight_bytes),
-                    bytes_text(cost.gradient_bytes),
-                    optimizer if cost.is_optimizer_known else "unknown",
-                    str(cost.in_flight),
-                    bytes_text(cost.activation_bytes),
-                    bytes_text(cost.memory_bytes),
-                ]
-                limit = cost.limit_bytes
-                row.append("none" if limit is None else bytes_text(limit))
-                row.append(f"{cost.memory_bytes / limit:.0%}" if limit else "")
-                rows.append(row)
-        return aligned(_MEMORY_HEADER, rows, left=[])
-
-
-def predicted(stages: Sequence[tuple[range, int]], costs: Costs, first_worker: int) -> Plan:
+def predicted(stages: Sequence[tuple[range, int]], costs: Costs) -> Plan:
     """Returns the plan with these layers and replicas, with its costs."""
-    made, worker = [], first_worker
-    last_worker = first_worker + sum(replicas for _, replicas in stages)
+    made, worker = [], 0
+    last_worker = sum(replicas for _, replicas in stages)
     for layers, replicas in stages:
         workers = range(worker, worker + replicas)
         names = tuple(layer.name for layer in costs.profile.layers[layers.start : layers.stop])
@@ -396,8 +289,3 @@ def _checked_replicas(
             f"{cluster.n_workers}"
         )
     return counts
-
-
-def _stage_of(data: dict[str, Any]) -> StagePlan:
-    cost = None if data["cost"] is None else StageCost(**data["cost"])
-    return StagePlan(range(*data["layers"]), range(*data["workers"]), tuple(data["names"]), cost)

@@ -9,7 +9,6 @@ accumulated gradients do not run.
 from __future__ import annotations
 
 import contextlib
-import copy
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList, Sequential
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree
 
 from torchweft.arguments import wrong_type
-from torchweft.pipeline.partition.errors import PartitionError
-from torchweft.pipeline.partition.profiles import LayerProfile, Profile
+from torchweft.pipeline.errors import PartitionError
+from torchweft.pipeline.partition.costs import LayerProfile, Profile
 
 _WARM_UPS = 2
 
@@ -32,7 +32,6 @@ def profile(
     example: Any,
     *,
     repeats: int = 5,
-    backward: bool = True,
     optimizer_ratio: float | None = None,
 ) -> Profile:
     """Returns time and memory of each layer, measured with an example.
@@ -40,7 +39,7 @@ def profile(
     Modules run in the mode they are in: call ``train()`` before, as for training. Blocks until all
     layers have run. The model must not be used by another thread meanwhile. Afterwards parameters,
     gradients, buffers, modes and torch's random generators are as before; state that a module keeps
-    elsewhere is not restored. On a GPU, times are those between events on the current stream.
+    elsewhere is not restored. On a GPU, times are those until it has done the work.
 
     Args:
         model: The layers: an ``nn.Sequential``, or modules of which each is a layer. As in
@@ -49,7 +48,6 @@ def profile(
             lists and dicts. It stays the caller's and is not changed. The batch size is the first
             dimension of its first tensor.
         repeats: Number of runs of each layer, after two for warm-up; the median counts.
-        backward: Whether to measure backward passes and saved activations; else both are 0.
         optimizer_ratio: Bytes of optimizer state for each byte of weights, such as 2 for Adam;
             None if not known.
 
@@ -69,7 +67,7 @@ def profile(
     with (
         torch.random.fork_rng(devices=gpus),
         torch.inference_mode(False),
-        torch.set_grad_enabled(backward),
+        torch.enable_grad(),
         _restored(layer for _, layer in layers),
     ):
         for name, layer in layers:
@@ -128,57 +126,29 @@ def _saved_and_output(layer: _Layer) -> tuple[int, Any]:
 
 def _times(layer: _Layer) -> tuple[float, float]:
     """Returns the seconds of one forward and one backward pass."""
-    clock = _clock_for(layer)
     leaves = _leaves(layer)
     # A layer that works in place may neither change a leaf nor the argument of the next run.
     argument = _map(leaves, torch.clone)
-    begin = clock.start()
+    begin_s = _now(layer)
     output = layer.module(argument)
-    forward = clock.seconds_since(begin)
+    forward_s = _now(layer) - begin_s
     outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
     wanted = [t for t in [*_tensors(leaves), *layer.module.parameters()] if t.requires_grad]
     if not outputs or not wanted:
-        return forward, 0.0
+        return forward_s, 0.0
     gradients = [torch.ones_like(tensor) for tensor in outputs]
-    begin = clock.start()
+    begin_s = _now(layer)
     torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-    return forward, clock.seconds_since(begin)
+    return forward_s, _now(layer) - begin_s
 
 
-class _CpuClock:
-    def start(self) -> Any:
-        return time.perf_counter()
-
-    def seconds_since(self, begin: Any) -> float:
-        return float(time.perf_counter() - begin)
-
-
-class _GpuClock(_CpuClock):
-    """Time between two events on the current stream of a GPU, which is idle before the first."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def start(self) -> Any:
-        torch.cuda.synchronize(self._device)
-        return self._event()
-
-    def seconds_since(self, begin: Any) -> float:
-        end = self._event()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-
-def _clock_for(layer: _Layer) -> _CpuClock:
+def _now(layer: _Layer) -> float:
+    """Returns the time, in seconds, at which all work that was given to the layer's GPU is done."""
     for tensor in [*_state_of(layer.module), *_tensors(layer.argument)]:
         if tensor.device.type == "cuda":
-            return _GpuClock(tensor.device)
-    return _CpuClock()
+            torch.cuda.synchronize(tensor.device)
+            break
+    return time.perf_counter()
 
 
 @contextlib.contextmanager
@@ -252,31 +222,17 @@ def _size_of(tensors: Iterable[Tensor]) -> int:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Returns the tensors in tuples, lists and dicts."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list, dict)):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(item)
+    """Yields the tensors in tuples, lists and dicts."""
+    return (leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _map(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Returns the tree with a function applied to each tensor once; other leaves stay."""
-    done: dict[int, Tensor] = {}
+    done: dict[Tensor, Tensor] = {}
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            if id(node) not in done:
-                done[id(node)] = function(node)
-            return done[id(node)]
-        if isinstance(node, dict):
-            mapped = copy.copy(node)
-            for key, item in node.items():
-                mapped[key] = walk(item)
-            return mapped
-        if isinstance(node, (tuple, list)):
-            items = [walk(item) for item in node]
-            return node._make(items) if hasattr(node, "_make") else type(node)(items)
-        return node
+    def once(tensor: Tensor) -> Tensor:
+        if tensor not in done:
+            done[tensor] = function(tensor)
+        return done[tensor]
 
-    return walk(tree)
+    return _pytree.tree_map_only(Tensor, once, tree)

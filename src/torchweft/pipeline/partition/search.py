@@ -19,13 +19,15 @@ from __future__ import annotations
 import heapq
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchweft.pipeline.partition.costs import Array
+from torchweft.pipeline.errors import PartitionError
+from torchweft.pipeline.partition.costs import Array, Cluster, Costs, Execution, Profile
+from torchweft.pipeline.partition.plans import Plan, predicted
 
 PRECISION = 1e-9
 """Loads that differ by less, relatively, count as equal: sums of floats differ by rounding."""
@@ -61,7 +63,6 @@ class Search:
         tolls: What a stage adds to the sum that decides between equal loads.
         replicas: Numbers of replicas that a first stage may have, by the number of workers in it
             and after it; most first, so that of equal pipelines the one with fewer stages is found.
-        may_idle: Whether workers may be left over.
     """
 
     def __init__(
@@ -71,14 +72,12 @@ class Search:
         loads: Matrix,
         tolls: Matrix,
         replicas: Callable[[int], Iterable[int]],
-        may_idle: bool = False,
     ) -> None:
         self._n_layers = n_layers
         self._n_workers = n_workers
         self._loads = loads
         self._tolls = tolls
         self._replicas = replicas
-        self._may_idle = may_idle
 
     def smallest_load(self) -> float:
         """Returns the largest load of the pipeline that has the smallest, infinite for none."""
@@ -90,7 +89,7 @@ class Search:
                 loads = np.maximum(self._loads(n_workers, replicas), rest)
                 np.minimum(row, loads.min(axis=1), out=row)
             best.append(row)
-        return min(float(best[n][0]) for n in self._answers())
+        return float(best[-1][0])
 
     def cheapest(self, bound: float = math.inf) -> Found:
         """Returns the pipeline with the smallest sum of tolls that has no load above ``bound``."""
@@ -111,10 +110,9 @@ class Search:
                 choice[0, better], choice[1, better] = at[better], replicas
             best.append(row)
             choices.append(choice)
-        answer = min(self._answers(), key=lambda n: float(best[n][0]))
-        if best[answer][0] == math.inf:
+        if best[-1][0] == math.inf:
             return Found((), math.inf, math.inf)
-        return self._trace(answer, float(best[answer][0]), choices)
+        return self._trace(self._n_workers, float(best[-1][0]), choices)
 
     def best_load(self) -> Found:
         """Returns the pipeline with the smallest largest load; ties go to the smallest tolls."""
@@ -154,9 +152,6 @@ class Search:
         row[-1] = 0
         return row
 
-    def _answers(self) -> range:
-        return range(1 if self._may_idle else self._n_workers, self._n_workers + 1)
-
     def _trace(self, n_workers: int, tolls: float, choices: list[NDArray[np.int_]]) -> Found:
         stages, largest, first = [], 0.0, 0
         while n_workers:
@@ -169,3 +164,113 @@ class Search:
 
 def _sum(found: Found) -> float:
     return found.largest + found.tolls
+
+
+# The planner
+
+
+def plan(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    schedule: str = "1f1b",
+    n_microbatches: int | None = None,
+) -> Plan:
+    """Returns the plan with the shortest predicted step that fits the memory of the workers.
+
+    The search is exact for the cost model in ``costs`` (for a synchronous schedule within 0.1 %).
+    Among plans of equal time, the one with the shortest transfers between its stages is taken.
+
+    Args:
+        profile: The model, measured with the size of one micro-batch.
+        cluster: The workers. Stages take them in order, and all of them.
+        schedule: ``"1f1b"``, ``"gpipe"`` or ``"pipedream-stashing"``.
+        n_microbatches: Micro-batches of one step, over all replicas; needed except for
+            ``"pipedream-stashing"``, where each minibatch is a step.
+
+    Raises:
+        DoesNotFit: If no plan fits the memory; names the layers, what they need and the limit.
+        PartitionError: If an argument cannot be, or no plan keeps all workers busy.
+    """
+    costs = Costs(profile, cluster, Execution.checked(schedule, n_microbatches))
+    search = _search(costs, costs.fitting_loads)
+    if costs.execution.is_synchronous:
+        found = search.best_sum(sum(layer.compute_seconds for layer in profile.layers))
+    else:
+        found = search.best_load()
+    if not found.stages:
+        raise _why_no_plan(costs)
+    return predicted(found.stages, costs)
+
+
+def _search(costs: Costs, loads: Callable[[range, int], Array]) -> Search:
+    total = costs.cluster.n_workers
+    allowed = [
+        [r for r in range(n, 0, -1) if not costs.execution.refusal(r)] for n in range(total + 1)
+    ]
+
+    def workers(n_workers: int, replicas: int) -> range:
+        return range(total - n_workers, total - n_workers + replicas)
+
+    return Search(
+        costs.n_layers,
+        total,
+        loads=lambda n, replicas: loads(workers(n, replicas), n),
+        tolls=lambda n, replicas: costs.transfers(workers(n, replicas)),
+        replicas=allowed.__getitem__,
+    )
+
+
+def _why_no_plan(costs: Costs) -> PartitionError:
+    """Explains why there is no plan by the one whose memory exceeds the limit least."""
+    closest = _search(costs, costs.excesses).best_load()
+    if not closest.stages:
+        n_workers, execution = costs.cluster.n_workers, costs.execution
+        enough = math.ceil(execution.n_microbatches / n_workers) * n_workers
+        return PartitionError(
+            f"no plan for {costs.n_layers} layers keeps {n_workers} workers busy in "
+            f"{execution.schedule} with n_microbatches={execution.n_microbatches}: pass "
+            f"n_microbatches={enough}, or a cluster of fewer workers"
+        )
+    made = predicted(closest.stages, costs)
+    error = made.find_misfit(
+        f"no plan fits the workers' memory; in the closest one, {made.shape}, "
+    )
+    assert error is not None
+    return error
+
+
+def balance(weights: Profile | Sequence[float], n_stages: int) -> tuple[int, ...]:
+    """Returns the cuts into stages whose largest weight is as small as can be.
+
+    Exact; among such cuts, the one with the most even stages (smallest sum of squares) is taken.
+
+    Args:
+        weights: A weight for each layer, 0 or more; or a profile, of whose layers the times count.
+        n_stages: Number of stages.
+
+    Returns:
+        Index of the first layer of each stage except the first, as ``Plan.manual`` takes it.
+
+    Raises:
+        PartitionError: If there are fewer layers than stages, or a weight is negative.
+    """
+    if isinstance(weights, Profile):
+        weights = [layer.compute_seconds for layer in weights.layers]
+    values = list(weights)
+    n_layers = len(values)
+    if not n_layers:
+        raise PartitionError("there are no layers to balance; give at least one weight")
+    if not 1 <= n_stages <= n_layers:
+        raise PartitionError(
+            f"{n_layers} layers cannot form {n_stages} stages; pass n_stages from 1 to {n_layers}"
+        )
+    for number, value in enumerate(values):
+        if not (math.isfinite(value) and value >= 0):
+            raise PartitionError(f"layer {number} has weight {value}; it must be 0 or more")
+    totals = np.cumsum([0, *values], dtype=float)
+    blocks = totals[None, :] - totals[:, None]
+    blocks[np.tri(n_layers + 1, dtype=bool)] = math.inf
+    squares = (blocks / (totals[-1] or 1)) ** 2
+    search = Search(n_layers, n_stages, lambda *_: blocks, lambda *_: squares, lambda _: [1])
+    return tuple(layers.start for layers, _ in search.best_load().stages[1:])

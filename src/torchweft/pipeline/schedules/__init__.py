@@ -11,28 +11,24 @@ interleaved 1F1B (Narayanan et al. 2021), breadth first (Lamy-Poirier 2022), zer
 where it has one.
 """
 
-from torchweft.pipeline.schedules.actions import Action, Kind, Weights
+from torchweft.pipeline.errors import CellError, ScheduleError, TableError
 from torchweft.pipeline.schedules.checks import check
-from torchweft.pipeline.schedules.errors import CellError, ScheduleError, TableError
-from torchweft.pipeline.schedules.execution import Span
-from torchweft.pipeline.schedules.interleaved import (
+from torchweft.pipeline.schedules.pipedream import SchedulePipeDream, Versions, versions_of
+from torchweft.pipeline.schedules.synchronous import (
+    Placement,
+    Schedule,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
-)
-from torchweft.pipeline.schedules.pipedream import SchedulePipeDream
-from torchweft.pipeline.schedules.prediction import Costs, predict
-from torchweft.pipeline.schedules.schedule import Placement, Schedule
-from torchweft.pipeline.schedules.single import (
-    Schedule1F1B,
-    ScheduleGPipe,
     ScheduleNaive,
     ScheduleZBH1,
+    ScheduleZBVZeroBubble,
 )
-from torchweft.pipeline.schedules.table import Table
-from torchweft.pipeline.schedules.timeline import Timeline
-from torchweft.pipeline.schedules.versions import Versions, versions_of
-from torchweft.pipeline.schedules.vshaped import ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torchweft.pipeline.schedules.table import Action, Kind, Span, Table, Weights
+from torchweft.pipeline.schedules.timeline import Costs, Timeline, predict
 
 __all__ = [
     "Action",

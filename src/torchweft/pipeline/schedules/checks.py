@@ -1,36 +1,25 @@
 """Checks that a table is complete and can be run to its end.
 
 The rules: every stage has one forward and one backward pass of every micro-batch, all on one
-worker; the backward pass is whole, or an input part and a weight part. Updates, if there are any,
-take in every minibatch, and are the same on all replicas of a stage. Every worker can run its row
-in order, with receives that block and sends that do not, without waiting for ever.
+worker; the backward pass is whole, or an input part and a weight part. Every worker can run its row
+in order, with receives that block and sends that do not, without waiting for ever. An update waits
+for the backward passes of all minibatches since the one before it, on every replica.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections import defaultdict
 
 from torchweft.errors import ConfigurationError
-from torchweft.pipeline.schedules.actions import Action, Kind
-from torchweft.pipeline.schedules.errors import TableError
-from torchweft.pipeline.schedules.execution import Edges, Run, chain, results_of, run, updates_of
-from torchweft.pipeline.schedules.table import Table
-from torchweft.pipeline.schedules.versions import versions_of
+from torchweft.pipeline.errors import TableError
+from torchweft.pipeline.schedules.table import Action, Edges, Kind, Run, Table, chain, run
 
+Place = tuple[int, int]
+"""A worker and a position in its row."""
 
-class Place(NamedTuple):
-    """Where an action is in a table."""
-
-    worker: int
-    position: int
-
-    def __str__(self) -> str:
-        return f"worker {self.worker}, position {self.position}"
-
-
-Places = Mapping[Action, Place]
+_WHOLE = [Kind.FORWARD, Kind.BACKWARD]
+_PARTS = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
 
 
 def check(table: Table, edges: Edges | None = None) -> None:
@@ -46,15 +35,10 @@ def check(table: Table, edges: Edges | None = None) -> None:
         ConfigurationError: An edge names a stage that the table does not have.
     """
     edges = checked_edges(table, edges)
-    places = _places(table)
-    for stage, microbatch in itertools.product(range(table.n_stages), range(table.n_microbatches)):
-        _check_passes(table, places, stage, microbatch)
-    if table.is_asynchronous:
-        _check_updates(table)
+    _check_passes(table)
     ran = run(table.rows, edges, lambda action: 0.0)
     if ran.missing:
         raise _stuck(table, ran)
-    _check_versions(table, places)
 
 
 def checked_edges(table: Table, edges: Edges | None) -> Edges:
@@ -72,155 +56,75 @@ def checked_edges(table: Table, edges: Edges | None) -> Edges:
     return chain(table.n_stages) if edges is None else edges
 
 
-def _places(table: Table) -> Places:
-    """Returns the place of each action except updates."""
-    places: dict[Action, Place] = {}
+def _check_passes(table: Table) -> None:
+    """Checks that each stage has both passes of each micro-batch, each once, on one worker."""
+    found: dict[tuple[int, int], dict[Kind, Place]] = defaultdict(dict)
+    work = set(itertools.product(range(table.n_stages), range(table.n_microbatches)))
     for worker, row in enumerate(table.rows):
         for position, action in enumerate(row):
-            place = Place(worker, position)
-            is_stage = 0 <= action.stage < table.n_stages
-            if not (is_stage and 0 <= action.microbatch < table.n_microbatches):
+            if (action.stage, action.microbatch) not in work:
                 raise _error(
                     f"{action} is out of range; {table.name} has the stages 0 to "
                     f"{table.n_stages - 1} and the micro-batches 0 to {table.n_microbatches - 1}",
                     action,
-                    place,
+                    (worker, position),
                 )
-            if action.kind is not Kind.UPDATE and places.setdefault(action, place) != place:
+            places = found[action.stage, action.microbatch]
+            if action.kind is Kind.UPDATE:
+                continue
+            if action.kind in places:
+                raise _error(f"{action} is there twice", action, (worker, position))
+            if places and worker not in {home for home, _ in places.values()}:
                 raise _error(
-                    f"{action} is already at {places[action]}; remove one of them", action, place
+                    f"{action} is on another worker than the other actions of its stage and "
+                    "micro-batch",
+                    action,
+                    (worker, position),
                 )
-    return places
-
-
-def _check_passes(table: Table, places: Places, stage: int, microbatch: int) -> None:
-    """Checks that one stage has both passes of one micro-batch, on one worker."""
-    forward, whole, of_input, of_weight = (
-        Action(stage, kind, microbatch)
-        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    )
-    if forward not in places:
-        raise _error(f"no worker runs {forward}, which {table.name} needs", forward)
-    home = places[forward]
-    present = [each for each in (whole, of_input, of_weight) if each in places]
-    if not present:
-        raise _error(
-            f"{forward} (position {home.position}) has no backward pass: neither {whole}, nor "
-            f"{of_input} and {of_weight}",
-            whole,
-            home.worker,
-        )
-    for each in present:
-        if places[each].worker != home.worker:
-            raise _error(f"{each} must be on the worker of {forward} ({home})", each, places[each])
-    if present == [of_input] or present == [of_weight]:
-        other = of_weight if present == [of_input] else of_input
-        raise _error(
-            f"{other} is missing, the other part of {present[0]} ({places[present[0]]})",
-            other,
-            home.worker,
-        )
-    if whole in places and len(present) > 1:
-        raise _error(
-            f"{present[1]} repeats a part of {whole} ({places[whole]}); a backward pass is either "
-            f"{whole}, or {of_input} and {of_weight}",
-            present[1],
-            places[present[1]],
-        )
-
-
-def _check_updates(table: Table) -> None:
-    """Checks that the updates of each stage take in all minibatches, on every replica."""
-    updates = updates_of(table.rows)
-    last = table.n_microbatches - 1
-    for stage in range(table.n_stages):
-        due = [Action(stage, Kind.UPDATE, each) for each in sorted({*updates[stage], last})]
-        for worker in table.replicas(stage):
-            _check_updates_of(worker, table.rows[worker], due)
-
-
-def _check_updates_of(worker: int, row: Sequence[Action], due: Sequence[Action]) -> None:
-    """Checks that a worker runs the updates that are due, and in their order."""
-    stage = due[0].stage
-    places = [
-        Place(worker, position)
-        for position, action in enumerate(row)
-        if action.kind is Kind.UPDATE and action.stage == stage
-    ]
-    for n, place in enumerate(places):
-        action = row[place.position]
-        if n == len(due):
-            raise _error(f"{action} is there twice; remove one of them", action, place)
-        if action != due[n]:
+            places[action.kind] = worker, position
+    for stage, microbatch in sorted(work):
+        places = found[stage, microbatch]
+        kinds = {*places}
+        wanted = _PARTS if kinds & {*_PARTS[1:]} else _WHOLE
+        for kind in sorted(kinds ^ {*wanted}, key=list(Kind).index):
+            action = Action(stage, kind, microbatch)
+            what = "is one too many" if kind in kinds else "is missing"
             raise _error(
-                f"{action} is where {due[n]} is due: every replica of stage {stage} runs each "
-                "update once, in the order of the minibatches",
+                f"{action} {what}: stage {stage} needs F and B of micro-batch {microbatch}, or F, "
+                "I and W",
                 action,
-                place,
-            )
-    if len(places) < len(due):
-        missing = due[len(places)]
-        raise _error(
-            f"{missing} is missing: every replica of stage {stage} runs each of its {len(due)} "
-            f"updates, the last one after minibatch {due[-1].microbatch}",
-            missing,
-            worker,
-        )
-
-
-def _check_versions(table: Table, places: Places) -> None:
-    """Checks that each forward pass finds the version of the parameters that it is to use."""
-    versions = versions_of(table)
-    for (stage, microbatch), version in versions.used.items():
-        newest = versions.newest[stage, microbatch]
-        if version > newest:
-            forward = Action(stage, Kind.FORWARD, microbatch)
-            raise _error(
-                f"{forward} is to use version {version} of the parameters "
-                f"({table.weights.value}), but {newest} updates come before it in the row",
-                forward,
-                places[forward],
+                places.get(kind) or next(iter(places.values()), (None, None))[0],
             )
 
 
 def _stuck(table: Table, ran: Run) -> TableError:
-    """Returns the error for a run that stopped: it names the actions that wait for each other."""
-    makers = {
-        result: Place(worker, position)
-        for worker, row in enumerate(table.rows)
-        for position, action in enumerate(row)
-        for result in results_of(action)
-    }
-    waits = {
-        worker: (Place(worker, len(ran.spans[worker])), makers[result])
-        for worker, result in ran.missing.items()
-    }
-    seen: list[int] = []
-    worker = min(waits)
-    while worker not in seen:
-        seen.append(worker)
-        worker = waits[worker][1].worker
-    circle = [waits[worker] for worker in sorted(seen[seen.index(worker) :])]
-    action_at = {
-        place: table.rows[place.worker][place.position] for wait in circle for place in wait
-    }
-    texts = [f"{head}: {action_at[head]} waits for {action_at[to]} ({to})" for head, to in circle]
-    why = "later in the same row" if len(circle) == 1 else "a circle"
-    head, awaited = circle[0]
+    """Returns the error for a run that stopped: it says what each worker waits for."""
+    waits = [
+        (worker, len(ran.spans[worker]), result) for worker, result in sorted(ran.missing.items())
+    ]
+    texts = [
+        f"worker {worker}, position {position}: {table.rows[worker][position]} waits for {result}"
+        for worker, position, result in waits
+    ]
+    worker, position, result = waits[0]
     return TableError(
-        f"{table.name} stops before its end, as actions wait for ever ({why}): {'; '.join(texts)}",
-        worker=head.worker,
-        position=head.position,
-        action=str(action_at[head]),
-        waits_for=str(action_at[awaited]),
+        f"{table.name} stops before its end, as actions wait for ever: {'; '.join(texts)}",
+        worker=worker,
+        position=position,
+        action=str(table.rows[worker][position]),
+        waits_for=str(result),
     )
 
 
 def _error(text: str, action: Action, where: Place | int | None = None) -> TableError:
     """Returns an error about an action at a place, or that a worker (None: any) lacks."""
-    if isinstance(where, Place):
+    if isinstance(where, tuple):
+        worker, position = where
         return TableError(
-            f"{where}: {text}", worker=where.worker, position=where.position, action=str(action)
+            f"worker {worker}, position {position}: {text}",
+            worker=worker,
+            position=position,
+            action=str(action),
         )
     prefix = "" if where is None else f"worker {where}: "
     return TableError(prefix + text, worker=where, action=str(action))

@@ -1,15 +1,33 @@
-"""Draws when each action runs as a picture in SVG, written by hand."""
+"""Draws when each action runs: as a picture in SVG, and as trace events.
+
+Perfetto and Chrome's tracing page show trace events. Their format is the JSON object form of the
+Trace Event Format. An action is a complete event (``X``). A value that goes to another worker is an
+arrow: a flow event that starts (``s``) in the slice of its maker, and one that finishes (``f``) in
+the slice that takes it (``"bp": "e"``). Times are microseconds, rounded to nanoseconds before they
+are subtracted, so that slices of a track never overlap. Numbers of processes and threads begin at
+1: viewers take thread 0 for the idle thread.
+"""
 
 from __future__ import annotations
 
-import colorsys
+import json
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any
 
-from torchweft.pipeline.schedules.actions import KIND_NAMES, Kind
-from torchweft.pipeline.schedules.execution import Span
+from torchweft.pipeline.schedules.table import (
+    KIND_NAMES,
+    Action,
+    Edges,
+    Kind,
+    Needs,
+    Span,
+    results_of,
+)
+
+Row = Sequence[Span]
+Event = dict[str, Any]
 
 _HUES = {  # in degrees, in the order of the legend
     Kind.FORWARD: 212,
@@ -18,80 +36,52 @@ _HUES = {  # in degrees, in the order of the legend
     Kind.BACKWARD_WEIGHT: 140,
     Kind.UPDATE: 285,
 }
-_SHADES = 8
-"""Micro-batches 0 to 7 have different shades; micro-batch 8 has that of 0 again."""
-
-_LEFT, _TOP, _RIGHT, _ROW, _GAP = 78.0, 66.0, 18.0, 26.0, 5.0
-_BETWEEN = 36.0
-"""Height between two panels, for the title of the second."""
-_SHORTEST, _WIDEST = 15.0, 4000.0
-"""Width of the shortest action, unless the picture were to be wider than the limit."""
-_LEAST = 620.0
+_LEFT, _TOP, _ROW, _GAP, _BETWEEN = 78.0, 66.0, 26.0, 5.0, 36.0
+"""The left end of rows, the top of the first, height, gap, and height between two timelines."""
+_SHORTEST, _LEAST, _WIDEST = 15.0, 620.0, 4000.0
+"""Width of the shortest action, unless the picture were to be narrower or wider than its limits."""
 _FEW = 4
 """An action is as wide as its label needs if its duration is at least this part of the median."""
-_DIGIT = 5.8
-"""Width of a digit in a label."""
-
 _STYLE = (
-    "text{font-family:sans-serif;fill:#1f2933}"
-    ".title{font-size:15px;font-weight:bold}"
-    ".name,.note{font-size:12px}"
-    ".label{font-size:10px;text-anchor:middle}"
-    ".light{fill:#fff}"
-    ".tick{font-size:11px;text-anchor:middle;fill:#52606d}"
-    ".box{stroke:#fff;stroke-width:.7}"
+    "text{font-family:sans-serif;font-size:12px;fill:#1f2933}"
+    ".title{font-size:15px;font-weight:bold}.label{font-size:10px;text-anchor:middle}"
+    ".tick{font-size:11px;text-anchor:middle;fill:#52606d}.box{stroke:#fff;stroke-width:.7}"
 )
 
 
-class Panel(NamedTuple):
-    """One timeline of a picture.
-
-    Attributes:
-        title: The title, as plain text.
-        rows: For each worker its actions with their times.
-    """
-
-    title: str
-    rows: Sequence[Sequence[Span]]
-
-
-def draw(panels: Sequence[Panel], unit: str = "") -> str:
+def picture(timelines: Sequence[tuple[str, Sequence[Row]]], unit: str = "") -> str:
     """Returns the picture: a row for each worker, time from the left to the right.
 
     Args:
-        panels: The timelines, from the top; all have one axis of time.
+        timelines: From the top, the title of each, and its actions by worker; all have one axis.
         unit: The unit of time, for the axis; may be empty.
     """
-    rows = [row for panel in panels for row in panel.rows]
+    rows = [row for _, rows in timelines for row in rows]
     end_s = max((span.end_s for row in rows for span in row), default=0.0)
     scale = _scale(rows, end_s)
-    tops = [_TOP]
-    for panel in panels:
-        tops.append(tops[-1] + len(panel.rows) * (_ROW + _GAP) + _BETWEEN)
-    bottom = tops.pop() - _BETWEEN
-    titles = [panel.title for panel in panels]
-    widest = 9.2 * max(map(len, titles))
-    width = max(_LEFT + end_s * scale, _LEAST, widest) + _RIGHT
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {bottom + 40:.0f}" '
-        f'width="{width:.0f}" height="{bottom + 40:.0f}">',
-        f"<title>{escape('; '.join(titles))}</title><style>{_STYLE}</style>",
-        '<rect width="100%" height="100%" fill="#fff"/>',
-        f'<text class="title" x="12" y="24">{escape(titles[0])}</text>',
-        *_legend(rows),
-    ]
-    for panel, top in zip(panels, tops, strict=True):
-        if top > _TOP:
-            parts.append(
-                f'<text class="title" x="12" y="{top - 12:.1f}">{escape(panel.title)}</text>'
-            )
-        for worker, row in enumerate(panel.rows):
-            parts += _row(worker, row, top + worker * (_ROW + _GAP), end_s, scale)
-    parts += [*_axis(end_s, scale, bottom, unit), "</svg>", ""]
-    return "\n".join(parts)
+    parts = []
+    y = _TOP
+    for title, its_rows in timelines:
+        title_y = y - 12 if y > _TOP else 24
+        parts.append(f'<text class="title" x="12" y="{title_y:.1f}">{escape(title)}</text>')
+        for worker, row in enumerate(its_rows):
+            name_y = y + _ROW / 2 + 4
+            parts.append(f'<text class="name" x="12" y="{name_y:.1f}">worker {worker}</text>')
+            parts += _boxes(row, y, scale)
+            y += _ROW + _GAP
+        y += _BETWEEN
+    bottom = y - _BETWEEN
+    widest = 9.2 * max(len(title) for title, _ in timelines)
+    width, height = max(_LEFT + end_s * scale, _LEAST, widest) + 18, bottom + 40
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}"><style>{_STYLE}</style>'
+        '<rect width="100%" height="100%" fill="#fff"/>'
+    )
+    return "\n".join([head, *_legend(rows), *parts, *_axis(end_s, scale, bottom, unit), "</svg>\n"])
 
 
-def _scale(rows: Sequence[Sequence[Span]], end_s: float) -> float:
+def _scale(rows: Sequence[Row], end_s: float) -> float:
     """Returns the width of a second, at which nearly all actions have room for their labels."""
     spans = [span for row in rows for span in row if span.action.kind is not Kind.UPDATE]
     lengths = sorted(each for span in spans if (each := span.end_s - span.start_s) > 0)
@@ -102,86 +92,126 @@ def _scale(rows: Sequence[Sequence[Span]], end_s: float) -> float:
     return max(min(_SHORTEST / short_s, _WIDEST / end_s), (_LEAST - _LEFT) / end_s)
 
 
-def _row(worker: int, row: Sequence[Span], y: float, end_s: float, scale: float) -> Iterator[str]:
+def _boxes(row: Row, y: float, scale: float) -> Iterator[str]:
+    """Yields a box for each action of a worker; an update that takes no time is a thin one."""
     stages = sorted({span.action.stage for span in row})
-    yield f'<text class="name" x="12" y="{y + _ROW / 2 + 4:.1f}">worker {worker}</text>'
-    yield (
-        f'<rect x="{_LEFT:.1f}" y="{y:.1f}" width="{end_s * scale:.1f}" height="{_ROW:.1f}" '
-        'fill="#eef0f3"/>'
-    )
-    for span in sorted(row, key=lambda span: span.action.kind is Kind.UPDATE):
-        yield _box(span, y, scale, stages.index(span.action.stage), len(stages))
+    for action, start_s, end_s in row:
+        x, width = _LEFT + start_s * scale, max((end_s - start_s) * scale, 1.0)
+        colour = _colour(action, stages.index(action.stage), len(stages))
+        label = str(action.microbatch)
+        text = ""
+        if width >= 5.8 * len(label) + 1:
+            place = f'x="{x + width / 2:.1f}" y="{y + _ROW / 2 + 3.5:.1f}"'
+            text = f'<text class="label" {place}>{label}</text>'
+        yield (
+            f"<g><title>{action}: {start_s:g} to {end_s:g}</title>"
+            f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_ROW:.1f}" '
+            f'fill="{colour}"/>{text}</g>'
+        )
 
 
-def _box(span: Span, y: float, scale: float, turn: int, n_turns: int) -> str:
-    action, start_s, end_s = span
-    x, width = _LEFT + start_s * scale, (end_s - start_s) * scale
-    tip = f"<title>{action}: {start_s:g} to {end_s:g}</title>"
-    colour, is_dark = _colour(action.kind, action.microbatch, turn, n_turns)
-    if not width:  # an update that takes no time
-        foot = y + _ROW + 3
-        return f'<path d="M{x:.1f} {foot - 9:.1f}l4 9h-8z" fill="{colour}">{tip}</path>'
-    box = (
-        f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_ROW:.1f}" '
-        f'fill="{colour}"/>'
-    )
-    label = str(action.microbatch)
-    if width < _DIGIT * len(label) + 1:
-        return f"<g>{tip}{box}</g>"
-    tone = "label light" if is_dark else "label"
-    text = (
-        f'<text class="{tone}" x="{x + width / 2:.1f}" y="{y + _ROW / 2 + 3.5:.1f}">{label}</text>'
-    )
-    return f"<g>{tip}{box}{text}</g>"
+def _colour(action: Action, turn: int = 0, n_turns: int = 1) -> str:
+    """Returns a colour: darker for later stages, a little darker from micro-batch to micro-batch.
 
-
-def _colour(kind: Kind, microbatch: int, turn: int, n_turns: int) -> tuple[str, bool]:
-    """Returns a colour, and whether it is dark.
-
-    Each stage of a worker has a band of lightness, the first one the lightest; the micro-batch
-    decides the place within the band.
+    After eight micro-batches the shades begin again.
     """
-    hue = _HUES[kind]
-    band = 0.86 - 0.42 * (turn / (n_turns - 1) if n_turns > 1 else 0.0)
-    lightness = band - 0.16 * (microbatch % _SHADES) / (_SHADES - 1)
-    if kind is Kind.UPDATE:
-        lightness = 0.4
-    red, green, blue = colorsys.hls_to_rgb(hue / 360, lightness, 0.62)
-    return f"#{_hex(red)}{_hex(green)}{_hex(blue)}", lightness < 0.5
+    lightness = 88 - 28 * turn / max(n_turns - 1, 1) - 2 * (action.microbatch % 8)
+    return f"hsl({_HUES[action.kind]},62%,{lightness:.0f}%)"
 
 
-def _hex(part: float) -> str:
-    return f"{round(255 * part):02x}"
-
-
-def _legend(rows: Sequence[Sequence[Span]]) -> Iterator[str]:
+def _legend(rows: Sequence[Row]) -> Iterator[str]:
     kinds = {span.action.kind for row in rows for span in row}
     x = 12.0
     for kind in _HUES:
         if kind in kinds:
-            name = KIND_NAMES[kind]
-            colour, _ = _colour(kind, 3, 0, 1)
+            colour = _colour(Action(0, kind, 3))
             yield f'<rect x="{x:.0f}" y="38" width="13" height="13" fill="{colour}"/>'
-            yield f'<text class="note" x="{x + 18:.0f}" y="49">{name}</text>'
-            x += 36 + 6.6 * len(name)
-    if any(len({span.action.stage for span in row}) > 1 for row in rows):
-        yield f'<text class="note" x="{x:.0f}" y="49">darker: the worker’s later stages</text>'
+            yield f'<text class="note" x="{x + 18:.0f}" y="49">{KIND_NAMES[kind]}</text>'
+            x += 36 + 6.6 * len(KIND_NAMES[kind])
 
 
 def _axis(end_s: float, scale: float, bottom: float, unit: str) -> Iterator[str]:
-    step_s = _tick_step(45 / scale)
-    name = f"time, {unit}" if unit else "time"
-    right = _LEFT + end_s * scale
-    yield f'<path d="M{_LEFT:.1f} {bottom + 4:.1f}H{right:.1f}" stroke="#52606d"/>'
+    # The smallest of 1, 2 and 5 times a power of ten that is at least as wide as a label.
+    power = 10.0 ** math.floor(math.log10(45 / scale))
+    step_s = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 45 / scale)
+    y = bottom + 21
     for tick in range(math.floor(end_s / step_s + 1e-9) + 1):
-        x = _LEFT + tick * step_s * scale
-        yield f'<path d="M{x:.1f} {bottom + 4:.1f}v5" stroke="#52606d"/>'
-        label = f"{round(tick * step_s, 9):g}"
-        yield f'<text class="tick" x="{x:.1f}" y="{bottom + 21:.1f}">{label}</text>'
-    yield f'<text class="name" x="12" y="{bottom + 21:.1f}">{name}</text>'
+        x, label = _LEFT + tick * step_s * scale, f"{round(tick * step_s, 9):g}"
+        yield f'<path d="M{x:.1f} {bottom + 2:.1f}v6" stroke="#52606d"/>'
+        yield f'<text class="tick" x="{x:.1f}" y="{y:.1f}">{label}</text>'
+    name = f"time, {unit}" if unit else "time"
+    yield f'<text class="name" x="12" y="{y:.1f}">{name}</text>'
 
 
-def _tick_step(least_s: float) -> float:
-    """Returns the smallest of 1, 2 and 5 times a power of ten that is at least ``least_s``."""
-    power = 10.0 ** math.floor(math.log10(least_s))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least_s)
+# Trace events
+
+
+def trace_events(title: str, rows: Sequence[Row], edges: Edges) -> str:
+    """Returns the trace events in JSON.
+
+    Args:
+        title: The name of the process that has the workers as its threads.
+        rows: For each worker its actions with their times.
+        edges: The stage graph, as pairs of stages.
+    """
+    events = [_event("M", 0, name="process_name", args={"name": title})]
+    for worker, row in enumerate(rows):
+        named: Event = {"name": f"worker {worker}"}
+        events.append(_event("M", worker, name="thread_name", args=named))
+        events.append(_event("M", worker, name="thread_sort_index", args={"sort_index": worker}))
+        events += [_slice(worker, span) for span in row]
+    events += _arrows(rows, edges)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=0) + "\n"
+
+
+def _event(phase: str, worker: int, **fields: Any) -> Event:
+    return {"ph": phase, "pid": 1, "tid": worker + 1, **fields}
+
+
+def _slice(worker: int, span: Span) -> Event:
+    action, start_ns, end_ns = span.action, _ns(span.start_s), _ns(span.end_s)
+    kind = KIND_NAMES[action.kind]
+    return _event(
+        "X",
+        worker,
+        name=str(action),
+        cat=kind,
+        ts=start_ns / 1000,
+        dur=(end_ns - start_ns) / 1000,
+        args={"stage": action.stage, "microbatch": action.microbatch, "kind": kind},
+    )
+
+
+def _arrows(rows: Sequence[Row], edges: Edges) -> Iterator[Event]:
+    makers: dict[Action, tuple[int, Span]] = {
+        result: (worker, span)
+        for worker, row in enumerate(rows)
+        for span in row
+        for result in results_of(span.action)
+    }
+    needs = Needs([[span.action for span in row] for row in rows], edges)
+    number = 0
+    for worker, row in enumerate(rows):
+        for span in row:
+            for need in needs.of(span.action):
+                maker, made = makers[need]
+                if maker == worker or not (_has_length(made) and _has_length(span)):
+                    continue  # An arrow needs slices that can hold its ends.
+                number += 1
+                name = "activation" if need.kind is Kind.FORWARD else "gradient"
+                common = {"name": name, "cat": "value", "id": number}
+                yield _event("s", maker, ts=_middle(made), **common)
+                yield _event("f", worker, bp="e", ts=_middle(span), **common)
+
+
+def _has_length(span: Span) -> bool:
+    return _ns(span.end_s) > _ns(span.start_s) + 1
+
+
+def _middle(span: Span) -> float:
+    """Returns a time that is surely in the span's slice; its ends may be another slice's, too."""
+    return (_ns(span.start_s) + _ns(span.end_s)) // 2 / 1000
+
+
+def _ns(time_s: float) -> int:
+    return round(1e9 * time_s)

@@ -9,16 +9,25 @@ gradients of those under way; ``Weights`` has the rules for which version a mini
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from torchweft.errors import ConfigurationError
-from torchweft.pipeline.schedules.actions import Action, Kind, Weights
-from torchweft.pipeline.schedules.errors import ScheduleError
-from torchweft.pipeline.schedules.replicas import Seat, checked_replicas, seats_of
-from torchweft.pipeline.schedules.schedule import Placement, checked_count
-from torchweft.pipeline.schedules.table import Table
+from torchweft.pipeline.errors import ScheduleError
+from torchweft.pipeline.schedules.synchronous import (
+    Placement,
+    Seat,
+    checked_count,
+    checked_replicas,
+    seats_of,
+)
+from torchweft.pipeline.schedules.table import Action, Kind, Table, Weights, updates_of
+
+Work = tuple[int, int]
+"""A stage and a minibatch."""
 
 
 class _Row(NamedTuple):
@@ -87,6 +96,13 @@ class _Row(NamedTuple):
 @dataclass(frozen=True)
 class SchedulePipeDream:
     """1F1B without end, with an optimizer step after every minibatch (Narayanan et al. 2019).
+
+    ::
+
+        step     0   1   2   3    4    5    6    7    8    9    10   11
+        worker 0 0F0 0F1 0F2           0B0U 0F3  0B1U      0B2U      0B3U
+        worker 1     1F0 1F1      1B0U 1F2  1B1U 1F3  1B2U      1B3U
+        worker 2         2F0 2B0U 2F1  2B1U 2F2  2B2U 2F3  2B3U
 
     Training for a number of minibatches that is known runs ``table``. Otherwise it runs ``rows``
     part by part, each following the one before without a pause, and ``drain`` once at the end:
@@ -238,3 +254,92 @@ class SchedulePipeDream:
             n_stages=n_stages,
             n_microbatches=n_minibatches,
         )
+
+
+# Versions of the parameters: which minibatch uses which, how many live. The optimizer of a stage
+# steps while other minibatches are between their forward and backward pass there. Each of them must
+# end with the version that it began with, so the worker keeps that version (weight stashing).
+
+
+class Versions(NamedTuple):
+    """The versions of the parameters that a table uses.
+
+    Attributes:
+        used: The version that each (stage, minibatch) uses: how many updates it contains.
+        newest: The newest version of the stage when the forward pass of (stage, minibatch) starts.
+        held: For each worker, the most versions of one stage that it keeps at once: the newest one,
+            and those of which a minibatch has yet to use, or to use for the last time.
+    """
+
+    used: Mapping[Work, int]
+    newest: Mapping[Work, int]
+    held: tuple[int, ...]
+
+
+def versions_of(table: Table) -> Versions:
+    """Returns the versions that a table uses, from its updates and its rule ``weights``.
+
+    Args:
+        table: A table; a synchronous one has only version 0.
+    """
+    newest = _newest(table)
+    used = _used(table, newest)
+    held = tuple(
+        max((_held(row, stage, used) for stage in table.stages_of(worker)), default=0)
+        for worker, row in enumerate(table.rows)
+    )
+    return Versions(used, newest, held)
+
+
+def _newest(table: Table) -> dict[Work, int]:
+    newest: dict[Work, int] = {}
+    for row in table.rows:
+        made: dict[int, int] = defaultdict(int)
+        for stage, kind, microbatch in map(_parts, row):
+            if kind is Kind.FORWARD:
+                newest[stage, microbatch] = made[stage]
+            elif kind is Kind.UPDATE:
+                made[stage] += 1
+    return newest
+
+
+def _used(table: Table, newest: Mapping[Work, int]) -> Mapping[Work, int]:
+    if table.weights is Weights.STASHING:
+        return newest
+    if table.weights is Weights.VERTICAL_SYNC:
+        return {work: newest.get((0, work[1]), 0) for work in newest}
+    updates = updates_of(table.rows)
+    return {
+        (stage, microbatch): max(0, bisect_left(updates[stage], microbatch) - 1)
+        for stage, microbatch in newest
+    }
+
+
+def _held(row: Sequence[Action], stage: int, used: Mapping[Work, int]) -> int:
+    """Returns the most versions of ``stage`` that a worker keeps at once.
+
+    A version lives from the update that makes it to the one that replaces it, or until its last
+    minibatch has ended. An update whose old version nobody needs writes over it.
+    """
+    made = [0]  # by version: the place in the row where it comes into being
+    ends: dict[int, int] = defaultdict(int)  # by version: the place after its last use
+    for place, (where, kind, microbatch) in enumerate(map(_parts, row)):
+        if where == stage and kind is Kind.UPDATE:
+            made.append(place)
+        elif where == stage:
+            version = used.get((stage, microbatch), 0)
+            ends[version] = place + 1
+    changes: dict[int, int] = defaultdict(int)
+    for version, place in enumerate(made):
+        replaced = made[version + 1] if version + 1 < len(made) else len(row)
+        changes[place] += 1
+        changes[max(replaced, ends[version])] -= 1
+    held = peak = 0
+    for place in sorted(changes):
+        held += changes[place]
+        peak = max(peak, held)
+    return peak
+
+
+def _parts(action: Action) -> tuple[int, Kind, int]:
+    return action.stage, action.kind, action.microbatch

@@ -17,11 +17,7 @@ from torchweft.pipeline.elastic.activations import (
     ActivationStore,
     FrontMaker,
     FrozenFront,
-    fetch,
-    usage,
 )
-
-KEYS = iter(range(1, 1000))
 
 
 class Split(nn.Module):
@@ -37,29 +33,28 @@ class Join(nn.Module):
         return torch.cat([named["hidden"], rest], 1)
 
 
-def front(n_frozen: int, key: int, *layers: nn.Module) -> FrozenFront:
+def front(n_frozen: int, *layers: nn.Module) -> FrozenFront:
     torch.manual_seed(0)
     made = layers or (nn.Linear(4, 4), Split(), Join(), nn.Dropout(0.5), nn.Linear(4, 3))
     named = OrderedDict((str(number), layer) for number, layer in enumerate(made))
-    return FrontMaker(named, n_frozen, True, key, 1.0)()
+    return FrontMaker(named, n_frozen, True, {}, 1.0)()
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other worker: the front asks nobody."""
-    monkeypatch.setattr(activations, "current", lambda: pytest.fail("asked for this worker"))
+def store(monkeypatch: pytest.MonkeyPatch) -> ActivationStore:
+    """The store of this worker; there is no other, so the front asks nobody."""
+    made = ActivationStore(None)
+    monkeypatch.setattr(FrozenFront, "_own_store", lambda self: made)
     monkeypatch.setattr(
         FrozenFront, "_found", lambda self, store, samples, homes: store.get(samples, 0)
     )
+    return made
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("n_frozen", [1, 2, 3, 4])
-def test_results_are_those_without_a_store(n_frozen: int) -> None:
-    key = next(KEYS)
-    stages = front(n_frozen, key)
+def test_results_are_those_without_a_store(n_frozen: int, store: ActivationStore) -> None:
+    stages = front(n_frozen)
     rows = torch.randn(10, 4)
-    store = ActivationStore(key, None)
     order = random.Random(0)
     for _ in range(5):
         chosen = torch.tensor(order.choices(range(10), k=6))  # Some of them twice.
@@ -69,61 +64,52 @@ def test_results_are_those_without_a_store(n_frozen: int) -> None:
         torch.manual_seed(7)
         assert torch.allclose(found, stages(rows[chosen], torch.full((6,), -1), nowhere))
     assert store.n_layers_run <= 10 * n_frozen
-    assert usage(key) == (store.n_bytes, store.n_layers_run)
+    assert store.usage() == (store.n_bytes, store.n_layers_run)
     assert not any(each.requires_grad for each in stages[0].parameters())
     assert stages[4].weight.requires_grad
 
 
-@pytest.mark.usefixtures("alone")
-def test_more_frozen_layers_go_on_from_what_is_kept() -> None:
-    key = next(KEYS)
+def test_more_frozen_layers_go_on_from_what_is_kept(store: ActivationStore) -> None:
     rows, chosen = torch.randn(6, 4), torch.arange(6)
-    store = ActivationStore(key, None)
     nowhere = torch.full((6,), NOWHERE)
-    expected = front(4, 0).eval()(rows, chosen, nowhere)
-    front(1, key)(rows, chosen, nowhere)
+    expected = front(4).eval()(rows, torch.full((6,), -1), nowhere)
+    front(1)(rows, chosen, nowhere)
     assert store.n_layers_run == 6
-    assert torch.allclose(front(4, key)(torch.zeros(6, 4), chosen, nowhere), expected)
+    assert torch.allclose(front(4)(torch.zeros(6, 4), chosen, nowhere), expected)
     assert store.n_layers_run == 6 * 4
-    front(4, key)(torch.zeros(6, 4), chosen, nowhere)
+    front(4)(torch.zeros(6, 4), chosen, nowhere)
     assert store.n_layers_run == 6 * 4
 
 
 def test_shallow_results_are_given_away_and_deep_ones_are_kept() -> None:
-    key = next(KEYS)
-    store = ActivationStore(key, None)
+    store = ActivationStore(None)
     for depth, samples in ((1, [0, 1]), (3, [2])):
         leaves = [torch.full((len(samples), 4), float(depth))]
         store.put(activations.Kept(depth, samples, 0, leaves))
     assert store.n_bytes == 3 * 16
-    found = fetch(key, [0, 2, 9], 3)
+    found = store.get([0, 2, 9], 3)
     assert sorted((kept.depth, kept.samples) for kept in found) == [(1, [0]), (3, [2])]
     assert store.n_bytes == 2 * 16
-    assert [kept.samples for kept in fetch(key, [0, 1, 2], 1)] == [[1], [2]]
-    assert fetch(next(KEYS), [0], 1) == []
+    assert [kept.samples for kept in store.get([0, 1, 2], 1)] == [[1], [2]]
 
 
 def test_what_has_no_room_is_not_kept() -> None:
-    key = next(KEYS)
-    store = ActivationStore(key, 40)
+    store = ActivationStore(40)
     store.put(activations.Kept(1, [0, 1, 2], 0, [torch.zeros(3, 4)]))
     assert store.n_bytes == 32
     store.put(activations.Kept(2, [1], 0, [torch.ones(1, 6)]))  # In place of the old result.
     assert (store.n_bytes, [kept.samples for kept in store.get([0, 1, 2], 0)]) == (40, [[0], [1]])
 
 
-@pytest.mark.usefixtures("alone")
-def test_results_that_have_no_row_for_each_sample() -> None:
-    key = next(KEYS)
-    store = ActivationStore(key, None)
-    stages = front(1, key, nn.Flatten(0), nn.Identity())
+def test_results_that_have_no_row_for_each_sample(store: ActivationStore) -> None:
+    stages = front(1, nn.Flatten(0), nn.Identity())
     with pytest.raises(ConfigurationError, match=r"first 1 layers return float32\[24\] for 6"):
         stages(torch.randn(6, 4), torch.arange(6), torch.full((6,), NOWHERE))
     assert store.n_bytes == 0
 
 
 def test_frozen_layers_stay_in_evaluation_mode() -> None:
-    stages = front(4, next(KEYS))
+    stages = front(4)
     assert [layer.training for layer in stages] == [False] * 4 + [True]
     stages.train()
     assert [layer.training for layer in stages] == [False] * 4 + [True]

@@ -34,8 +34,6 @@ class Case(NamedTuple):
     cluster: Cluster
     schedule: str
     n_microbatches: int
-    exchange: str = "central"
-    may_idle: bool = False
 
 
 class Costs(NamedTuple):
@@ -46,9 +44,9 @@ class Costs(NamedTuple):
     memory: tuple[int, ...]
 
 
-def costs_of(case: Case, stages: Stages, first_worker: int) -> Costs | None:
+def costs_of(case: Case, stages: Stages) -> Costs | None:
     """Returns what stages cost; None if they exceed the memory or a rule of the schedule."""
-    worker, members = first_worker, []
+    worker, members = 0, []
     for _, replicas in stages:
         members.append(range(worker, worker + replicas))
         worker += replicas
@@ -59,7 +57,9 @@ def costs_of(case: Case, stages: Stages, first_worker: int) -> Costs | None:
         if not is_allowed(case, replicas, in_flight):
             return None
         memory.append(memory_of(case, layers, in_flight))
-        if memory[-1] > min(limit_of(case, worker) for worker in members[number]):
+        if memory[-1] > (
+            math.inf if case.cluster.memory_bytes is None else case.cluster.memory_bytes
+        ):
             return None
         loads.append(stage_load(case, layers, members[number]))
         if number + 1 < len(stages):
@@ -77,9 +77,6 @@ def is_synchronous(case: Case) -> bool:
 def is_allowed(case: Case, replicas: int, in_flight: int) -> bool:
     if is_synchronous(case):
         return replicas <= case.n_microbatches
-    if case.schedule == "2bw":
-        per_update = case.n_microbatches / replicas
-        return per_update == int(per_update) and in_flight <= per_update
     return True
 
 
@@ -89,20 +86,13 @@ def in_flight_of(case: Case, after: int, replicas: int) -> int:
 
 
 def memory_of(case: Case, layers: range, in_flight: int) -> int:
-    versions = {"pipedream-stashing": in_flight, "2bw": 2}.get(case.schedule, 1)
+    versions = {"pipedream-stashing": in_flight}.get(case.schedule, 1)
     total = 0
     for layer in (case.profile.layers[number] for number in layers):
         total += (versions + 1) * layer.weight_bytes + layer.fixed_bytes
         total += math.ceil(layer.weight_bytes * (layer.optimizer_ratio or 0))
         total += in_flight * layer.saved_bytes
     return total
-
-
-def limit_of(case: Case, worker: int) -> float:
-    limits = case.cluster.memory_bytes
-    if limits is None:
-        return math.inf
-    return limits[worker] if isinstance(limits, tuple) else limits
 
 
 def bandwidth_between(case: Case, one: int, other: int) -> float:
@@ -128,8 +118,6 @@ def stage_load(case: Case, layers: range, members: range) -> float:
     weights = sum(layer.weight_bytes for layer in profiles)
     replicas = len(members)
     exchange = 2 * (replicas - 1) * weights / slowest_pair(case, members, members)
-    if case.exchange == "ring":
-        exchange /= replicas
     if is_synchronous(case):
         return (math.ceil(case.n_microbatches / replicas) - 1) * compute + exchange
     shared_by = replicas if case.schedule == "pipedream-stashing" else case.n_microbatches
@@ -147,10 +135,8 @@ def all_costs(case: Case) -> dict[Stages, Costs]:
     """Returns what every possible plan costs."""
     n_workers = case.cluster.n_workers
     found = {}
-    for used in range(1 if case.may_idle else n_workers, n_workers + 1):
-        for stages in all_stages(len(case.profile.layers), used):
-            # If not all are in use, those of the end are, which only counts if they differ.
-            costs = costs_of(case, stages, n_workers - used)
-            if costs is not None:
-                found[stages] = costs
+    for stages in all_stages(len(case.profile.layers), n_workers):
+        costs = costs_of(case, stages)
+        if costs is not None:
+            found[stages] = costs
     return found

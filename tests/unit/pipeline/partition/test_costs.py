@@ -1,16 +1,17 @@
-"""Tests the predicted time of a synchronous step against schedules that are played through."""
+"""Tests the input of the planner, and its formulas."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thorough import share
-from torchweft.pipeline.partition import Cluster, LayerProfile, Plan, Profile
+from torchweft.pipeline.partition import Cluster, LayerProfile, PartitionError, Plan, Profile
 
 
 def played_through(kind: str, forward: list[float], backward: list[float], count: int) -> float:
@@ -85,21 +86,14 @@ def test_replicas_divide_the_micro_batches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "exchange", "load", "step", "limited_by"),
+    ("kind", "count", "load", "step", "limited_by"),
     [
-        # Compute 3 s, exchange 2 (2 - 1) · 80 / 10 = 16 s or half of it, link 2 · 20 / 10 = 4 s.
-        ("pipedream-stashing", 1, "central", 8.0, 8.0, "exchange"),  # 16 s for 2 minibatches
-        ("pipedream-stashing", 1, "ring", 4.0, 4.0, "exchange"),  # the link takes as long
-        ("2bw", 4, "central", 4.0, 16.0, "exchange"),
-        ("2bw", 16, "central", 4.0, 64.0, "transfer"),
-        ("1f1b", 4, "central", 3 + 16, 3 + 4 + 1 + 19, "exchange"),
-        ("gpipe", 4, "ring", 3 * 4, 3 + 4 + 1 + 12, "transfer"),  # one repeat and 8 s are less
-        ("1f1b", 12, "ring", 11 * 4, 3 + 4 + 1 + 44, "transfer"),
+        # Compute 3 s, exchange 2 (2 - 1) · 80 / 10 = 16 s, link 2 · 20 / 10 = 4 s.
+        ("pipedream-stashing", 1, 8.0, 8.0, "exchange"),  # 16 s for 2 minibatches
+        ("1f1b", 4, 3 + 16, 3 + 4 + 1 + 19, "exchange"),
     ],
 )
-def test_loads_by_hand(
-    kind: str, count: int, exchange: str, load: float, step: float, limited_by: str
-) -> None:
+def test_loads_by_hand(kind: str, count: int, load: float, step: float, limited_by: str) -> None:
     layers = LayerProfile("a", 1.0, 2.0, 20, 0, 80), LayerProfile("b", 0.5, 0.5, 0, 0, 0)
     made = Plan.manual(
         [1],
@@ -108,11 +102,70 @@ def test_loads_by_hand(
         Cluster(3, bandwidth=10.0),
         schedule=kind,
         n_microbatches=count,
-        exchange=exchange,
     )
     cost = made.stages[0].cost
     assert cost is not None
-    assert cost.exchange_seconds == (16 if exchange == "central" else 8)
+    assert cost.exchange_seconds == 16
     assert cost.transfer_seconds == 4
     assert (cost.load_seconds, cost.limited_by) == (load, limited_by)
     assert made.step_seconds == pytest.approx(step)
+
+
+# Tests which clusters there can be, and what they answer.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 1.0), "has 0 workers"),
+        ((1, 0.0), "bandwidth is 0.0 bytes/s; it must exceed 0"),
+        ((1, math.nan), "bandwidth is nan"),
+        ((2, 1.0, -1), "a worker has a memory limit of -1 bytes"),
+        ((2, 1.0, None, 2), "workers_per_host=2 and host_bandwidth=None: give both"),
+        ((2, 1.0, None, None, 1.0), "workers_per_host=None and host_bandwidth=1.0: give both"),
+        ((2, 1.0, None, 0, 1.0), "workers_per_host=0 must be 1 or more"),
+        ((2, 1.0, None, 1, 2.0), "host_bandwidth=2.0 bytes/s must .* be at most .* 1.0"),
+        ((2, 1.0, None, 1, 0.0), "host_bandwidth=0.0 bytes/s must exceed 0"),
+    ],
+)
+def test_mistakes_are_named(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        Cluster(*arguments)
+
+
+def test_the_slowest_link_counts() -> None:
+    cluster = Cluster(5, 8.0, workers_per_host=2, host_bandwidth=2.0)
+    assert cluster.bandwidth_among(range(2, 4)) == 8.0
+    assert cluster.bandwidth_among(range(1, 3)) == 2.0
+    assert cluster.bandwidth_among(range(4, 5)) == 8.0
+    assert Cluster(3, math.inf).bandwidth_among(range(3)) == math.inf
+    assert (Cluster(3, 1.0).limit, Cluster(3, 1.0, 7).limit) == (math.inf, 7)
+
+
+# Tests which measurements there can be.
+
+
+@pytest.mark.parametrize("value", [-1, math.inf, math.nan])
+@pytest.mark.parametrize(
+    "field",
+    "forward_seconds backward_seconds activation_bytes saved_bytes weight_bytes fixed_bytes "
+    "optimizer_ratio".split(),
+)
+def test_costs_are_finite_and_not_negative(field: str, value: float) -> None:
+    numbers: dict[str, Any] = dict.fromkeys(
+        "forward_seconds backward_seconds activation_bytes saved_bytes weight_bytes".split(), 0
+    )
+    with pytest.raises(PartitionError, match=f"layer 'fc' has {field}={value}; it must be finite"):
+        LayerProfile(name="fc", **{**numbers, field: value})
+
+
+def test_a_profile_has_layers_and_a_batch() -> None:
+    with pytest.raises(PartitionError, match="no layers"):
+        Profile((), 1)
+    with pytest.raises(PartitionError, match="batch_size=0"):
+        Profile((LayerProfile("a", 0, 0, 0, 0, 0),), 0)
+
+
+def test_optimizer_state_is_rounded_up() -> None:
+    assert LayerProfile("a", 0, 0, 0, 0, 5, optimizer_ratio=0.5).optimizer_bytes == 3
+    assert LayerProfile("a", 0, 0, 0, 0, 5).optimizer_bytes == 0

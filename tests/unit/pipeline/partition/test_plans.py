@@ -1,8 +1,7 @@
-"""Tests plans made by hand, and plans as JSON and as text."""
+"""Tests plans made by hand, and plans as text."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torchweft.pipeline.partition import (
     PartitionError,
     Plan,
     Profile,
-    StagePlan,
     plan,
 )
 
@@ -44,7 +42,7 @@ def test_stages_by_hand() -> None:
 
 def test_a_plan_by_hand_predicts_what_the_planner_would() -> None:
     cluster = Cluster(4, bandwidth=1e8, memory_bytes=2**30)
-    options: dict[str, Any] = {"schedule": "2bw", "n_microbatches": 12}
+    options: dict[str, Any] = {"schedule": "gpipe", "n_microbatches": 12}
     made = plan(PROFILE, cluster, **options)
     assert Plan.manual(made.cuts, made.replicas, PROFILE, cluster, **options) == made
 
@@ -81,16 +79,6 @@ def test_without_a_cluster_links_cost_nothing() -> None:
             {"cuts": [3], "replicas": [3, 1], "profile": PROFILE, "n_microbatches": 2},
             "layers 0-2 cannot be a stage with 3 replicas: each replica needs one of the 2",
         ),
-        (
-            {"cuts": [3], "replicas": [3, 1], "profile": PROFILE, "n_microbatches": 8}
-            | {"schedule": "2bw"},
-            "3 replicas: the 8 micro-batches of an update must be the same number for each",
-        ),
-        (
-            {"cuts": [3], "replicas": [3, 1], "profile": PROFILE, "n_microbatches": 3}
-            | {"schedule": "2bw"},
-            "3 replicas: with 6 micro-batches under way, an update of 3 .* more than two versions",
-        ),
     ],
 )
 def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -99,86 +87,31 @@ def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_a_stage_that_does_not_fit_is_named() -> None:
-    cluster = Cluster(2, 1e9, memory_bytes=(25 * 2**20, 20 * 2**20))
+    cluster = Cluster(2, 1e9, memory_bytes=25 * 2**20)
     with pytest.raises(DoesNotFit, match=r"^stage 0 \(layers 0-3 0:Linear … 3:Linear\) does") as e:
         Plan.manual([4], None, PROFILE, cluster, n_microbatches=4)
     needed = 4 * (4 * 2**20 + 512) + 2 * 4 * 2**21
     assert (e.value.first_layer, e.value.last_layer) == (0, 3)
     assert (e.value.needed_bytes, e.value.limit_bytes) == (needed, 25 * 2**20)
-    enough = Cluster(2, 1e9, memory_bytes=(needed, 20 * 2**20))
-    made = Plan.manual([4], None, PROFILE, enough, n_microbatches=4)
-    assert "  100%" in made.table()
-
-
-def made_plans() -> list[Plan]:
-    cluster = Cluster(4, 1e8, memory_bytes=2**30)
-    return [
-        Plan.manual([3, 5], [2, 1, 1], n_layers=8),
-        plan(PROFILE, cluster, n_microbatches=4),
-        plan(PROFILE, cluster, schedule="pipedream-stashing"),
-        Plan.manual([4], [3, 1], PROFILE, n_microbatches=12),
-    ]
-
-
-@pytest.mark.parametrize("made", made_plans(), ids=lambda made: made.shape)
-def test_json_keeps_everything(made: Plan) -> None:
-    assert Plan.from_json(made.to_json()) == made
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": "torchweft pipeline profile 1"}, 'expected "torchweft pipeline plan 1"'),
-        ({"stages": []}, "the plan has no stages"),
-        ({"stages": [{"layers": [0, 2]}]}, "this JSON is not a plan: KeyError"),
-        ({"colour": "red"}, "this JSON is not a plan: TypeError"),
-        ({"n_workers": 1}, "the stages need 4 workers, and there are 1"),
-    ],
-)
-def test_other_json_is_refused(change: dict[str, Any], message: str) -> None:
-    data = json.loads(made_plans()[0].to_json())
-    with pytest.raises(PartitionError, match=message):
-        Plan.from_json(json.dumps({**data, **change}))
-
-
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        ([(range(1, 2), range(1))], r"stage 0 has layers range\(1, 2\); .* from layer 0 on"),
-        ([(range(2), range(1)), (range(2, 2), range(1, 2))], "stage 1 has layers .* from layer 2"),
-        ([(range(2), range(1)), (range(2, 3), range(1))], "stage 1 has workers .* from worker 1"),
-        ([(range(2), range(3, 3))], "stage 0 has workers .* at least one"),
-    ],
-)
-def test_stages_must_follow_each_other(stages: list[tuple[range, range]], message: str) -> None:
-    with pytest.raises(PartitionError, match=message):
-        Plan(tuple(StagePlan(*stage) for stage in stages), n_workers=4, schedule="1f1b")
+    enough = Cluster(2, 1e9, memory_bytes=needed)
+    assert Plan.manual([4], None, PROFILE, enough, n_microbatches=4).cuts == (4,)
 
 
 def test_text_of_a_synchronous_plan() -> None:
     cluster = Cluster(4, 1e8, memory_bytes=2**27)
     made = Plan.manual([4], [3, 1], PROFILE, cluster, n_microbatches=12)
-    head, times, memory = str(made).split("\n\n")
+    head, table = str(made).split("\n\n")
     assert head.splitlines() == [
         "Plan 3-1: 6 layers as 2 stages on 4 workers",
         "1f1b, a step is 12 micro-batches of 8: 861 ms",
         "limited by the compute of stage 1; workers compute 63% of the time",
+        "load: time of a step beyond its first micro-batch, if the stage were the slowest",
     ]
-    assert times == TIMES.strip("\n")
-    assert memory == MEMORY.strip("\n")
-
-
-TIMES = """
-stage  layers                   workers  forward  backward  exchange  transfer    load  limited by
-    0  0-3 0:Linear … 3:Linear  0-2      40.0 ms   80.0 ms    168 ms   21.0 ms  528 ms  compute
-    1  4-5 4:Linear … 5:Linear  3        20.0 ms   40.0 ms         0         0  660 ms  compute
-(load: time of a step beyond its first micro-batch, if the stage were the slowest)
-"""
-MEMORY = """
-stage  versions   weights  gradients  optimizer  in flight  activations  per worker    limit
-    0         1  4.00 MiB   4.00 MiB   8.00 MiB          2     16.0 MiB    32.0 MiB  128 MiB  25%
-    1         1  2.00 MiB   2.00 MiB   4.00 MiB          1     4.00 MiB    12.0 MiB  128 MiB   9%
-"""
+    titles, first, second = (line.split() for line in table.splitlines())
+    assert titles[:5] == ["stage", "layers", "workers", "compute", "exchange"]
+    assert first[:5] == ["0", "0-3", "0:Linear", "…", "3:Linear"]
+    assert " ".join(first[5:]) == ("0-2 120 ms 168 ms 21.0 ms 528 ms compute 2 1 32.0 MiB 128 MiB")
+    assert " ".join(second[5:]) == "3 60.0 ms 0 0 660 ms compute 1 1 12.0 MiB 128 MiB"
 
 
 def test_text_of_an_asynchronous_plan_without_limits() -> None:
@@ -187,11 +120,11 @@ def test_text_of_an_asynchronous_plan_without_limits() -> None:
         [1], None, Profile(layers, 4), Cluster(2, 1e9), schedule="pipedream-stashing"
     )
     lines = str(made).splitlines()
-    assert lines[1:3] == [
+    assert lines[1:4] == [
         "pipedream-stashing, a step is 1 minibatch of 4: 2.00 s",
         "limited by the transfer of stage 0; workers compute 10% of the time",
+        "load: time between two micro-batches, if the stage were the slowest",
     ]
-    assert lines[5].split() == "0 0 a 0 100 ms 200 ms 0 2.00 s 2.00 s transfer".split()
-    assert lines[7] == "(load: time between two micro-batches, if the stage were the slowest)"
-    assert lines[10].split() == "0 2 0 0 0 2 0 0 none".split()
-    assert lines[11].split() == "1 1 2.00 KiB 2.00 KiB unknown 1 0 4.00 KiB none".split()
+    first = "0 0 a 0 300 ms 0 2.00 s 2.00 s transfer 2 2 0 none"
+    assert lines[6].split() == first.split()
+    assert lines[7].split()[-6:] == "1 4.00 KiB + optimizer none".split()

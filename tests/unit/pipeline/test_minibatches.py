@@ -7,29 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream
-from torchweft.pipeline.schedules.execution import chain, run
-from torchweft.pipeline.window import Window
-
-
-@given(bound=st.integers(1, 5), choices=st.lists(st.integers(0, 10), max_size=60))
-def test_results_come_in_order_and_few_are_under_way(bound: int, choices: list[int]) -> None:
-    window: Window[str] = Window(bound)
-    at_work: list[int] = []
-    taken: list[str] = []
-    for choice in choices:
-        if window.has_room:
-            assert len(taken) + bound > window.n_entered
-            at_work.append(window.enter())
-        else:
-            assert len(taken) + bound == window.n_entered
-        if at_work and choice % 2:
-            done = at_work.pop(choice % len(at_work))
-            window.put(done, f"loss {done}")
-        assert window.has_next == (len(taken) < window.n_entered and len(taken) not in at_work)
-        if window.has_next and choice % 3:
-            taken.append(window.take())
-        assert window.is_empty == (len(taken) == window.n_entered)
-    assert taken == [f"loss {number}" for number in range(len(taken))]
+from torchweft.pipeline.schedules.table import chain, run
 
 
 @st.composite

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from torchweft.pipeline.schedules import Kind, SchedulePipeDream, versions_of
-from torchweft.pipeline.versions import WeightVersions
+from torchweft.pipeline.streaming import WeightVersions
 
 RULES = ["stashing", "vertical-sync", "2bw"]
 MANY = 40

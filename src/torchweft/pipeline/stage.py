@@ -1,22 +1,27 @@
-"""One stage on its worker: forward and backward, a micro-batch at a time."""
+"""One stage on its worker: forward and backward, a micro-batch at a time.
+
+A backward is whole, or in two parts: to the stage's inputs first, to its weights later. The first
+part captures the gradients at the nodes where paths to weights alone branch off. The second part
+runs each of these nodes once more, for its branches only, and goes on to the weights. So each
+node's work is done once (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.func import functional_call
 from torch.utils import _pytree
 
 from torchweft.autograd.component import accumulate
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
 from torchweft.errors import ConfigurationError
-from torchweft.pipeline.sharing import Redirection
-from torchweft.pipeline.split import WeightPart, input_part
-from torchweft.pipeline.values import Packet, describe, make_packet, pick
-from torchweft.pipeline.wiring import BATCH, Wiring
+from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe, make_packet, pick
 
 Loss = Callable[[Any, Any], Tensor]
 Leaves = Mapping[str, Tensor]
@@ -53,10 +58,9 @@ class _Held:
         loss: The loss, with its graph, in the last stage.
         rerun: How to make the graph; None if it exists.
         rest: The second part of a backward that was split.
-        versions: If memory is shared, the versions of inputs and sent tensors.
     """
 
-    __slots__ = ("inputs", "loss", "rerun", "rest", "sent", "versions")
+    __slots__ = ("inputs", "loss", "rerun", "rest", "sent")
 
     def __init__(self) -> None:
         self.inputs: dict[int, list[Tensor]] = {}
@@ -64,14 +68,6 @@ class _Held:
         self.loss: Tensor | None = None
         self.rerun: _Rerun | None = None
         self.rest: WeightPart | None = None
-        self.versions: list[int] = []
-
-    def others(self) -> Iterator[tuple[int, Tensor]]:
-        """Returns the tensors whose memory another stage may see, each with that stage."""
-        for values in (self.inputs, self.sent):
-            for stage, tensors in values.items():
-                for tensor in tensors:
-                    yield stage, tensor
 
 
 class _Enter(torch.autograd.Function):
@@ -113,8 +109,6 @@ class StageRun:
         objective: For the last stage, its loss; None elsewhere.
         checkpoints: Whether to drop the activations of a micro-batch after its forward, and to run
             the forward again before its backward.
-        share_memory: Whether to compute large outputs, and gradients of inputs, into memory that
-            the workers of the host share.
     """
 
     def __init__(
@@ -124,7 +118,6 @@ class StageRun:
         wiring: Wiring,
         objective: Objective | None,
         checkpoints: Callable[[int], bool],
-        share_memory: bool = False,
     ) -> None:
         self.stage = stage
         self.module = module
@@ -136,12 +129,9 @@ class StageRun:
         self._is_spread = wiring.spreads and len(self._takes) == 1 and self._takes[0].key is None
         self._objective = objective
         self._checkpoints = checkpoints
-        self._outputs = Redirection() if share_memory else None
-        self._gradients = Redirection() if share_memory else None
         self._held: dict[int, _Held] = {}
         # A change of a value that other stages take, too, would be one that they do not see.
-        is_alone = all(wiring.consumers(each) == (stage,) for each in self.sources)
-        self._may_change = is_alone and not share_memory
+        self._may_change = all(wiring.consumers(each) == (stage,) for each in self.sources)
         self._changes_inputs: bool | None = None
         """Whether its forward changes its inputs in place; None until it is known."""
 
@@ -187,16 +177,10 @@ class StageRun:
         held = self._held[microbatch] = _Held()
         held.inputs = {source: packet.require_grad() for source, packet in packets.items()}
         arguments = self._arguments(packets)
-        outputs = self._outputs
-        if outputs is not None:
-            held.versions = [tensor._version for _, tensor in held.others()]
         rerun = None
         if self._checkpoints(microbatch):
             rerun = held.rerun = _Rerun(arguments, weights, target, torch.get_rng_state())
-        if outputs is not None:
-            with outputs.run(arguments), torch.set_grad_enabled(rerun is None):
-                output, held.loss = self._run(arguments, weights, target)
-        elif rerun is None:
+        if rerun is None:
             given = self._taken_in(arguments)
             before = None if given is arguments else _versions_of(arguments)
             output, held.loss = self._run(given, weights, target)
@@ -209,10 +193,6 @@ class StageRun:
         needs_grad = bool(rerun) and (any(held.inputs.values()) or bool(self.parameters()))
         for consumer in self.consumers:
             outgoing[consumer], held.sent[consumer] = self._packet(output, consumer, needs_grad)
-        if outputs is not None:
-            outputs.learn([tensor for sent in held.sent.values() for tensor in sent])
-            outgoing = {each: outputs.own(packet) for each, packet in outgoing.items()}
-            held.versions += [each._version for sent in held.sent.values() for each in sent]
         return outgoing, None if held.loss is None else held.loss.detach()
 
     def _taken_in(self, arguments: Sequence[Any]) -> Sequence[Any]:
@@ -306,15 +286,8 @@ class StageRun:
         """
         held = self._held[microbatch]
         roots, arrived = self._roots(held, gradients)
-        redirection = self._gradients
-        if redirection is None:
-            if roots:
-                accumulate(tuple(roots), tuple(arrived))
-        else:
-            with redirection.run(arrived):
-                if roots:
-                    accumulate(tuple(roots), tuple(arrived))
-            redirection.learn([leaf.grad for each in held.inputs.values() for leaf in each])
+        if roots:
+            accumulate(tuple(roots), tuple(arrived))
         del self._held[microbatch]
         return {
             source: [leaf.grad for leaf in leaves]
@@ -329,11 +302,7 @@ class StageRun:
         held = self._held[microbatch]
         roots, arrived = self._roots(held, gradients)
         leaves = [leaf for each in held.inputs.values() for leaf in each]
-        redirection = self._gradients
-        with nullcontext() if redirection is None else redirection.run(arrived):
-            found, held.rest = input_part(roots, arrived, leaves, self.parameters())
-        if redirection is not None:
-            redirection.learn(found)
+        found, held.rest = input_part(roots, arrived, leaves, self.parameters())
         results = iter(found)
         outgoing = {
             source: [next(results) for _ in each] for source, each in held.inputs.items() if each
@@ -361,8 +330,6 @@ class StageRun:
         self, held: _Held, gradients: Mapping[int, Sequence[Tensor | None]]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the tensors at which a backward begins, and their gradients."""
-        if held.versions:
-            self._check_unchanged(held)
         if held.rerun is not None:
             self._run_again(held, held.rerun)
         roots: list[Tensor] = []
@@ -379,15 +346,6 @@ class StageRun:
                     roots.append(tensor)
                     arrived.append(gradient)
         return roots, arrived
-
-    def _check_unchanged(self, held: _Held) -> None:
-        for (other, tensor), version in zip(held.others(), held.versions, strict=True):
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"it changed {describe(tensor)} in place, which it shares with stage {other}; "
-                    "use an operation that makes a new tensor, or make the pipeline without "
-                    "share_memory"
-                )
 
     def _run_again(self, held: _Held, rerun: _Rerun) -> None:
         """Makes the graph of a forward that was run without."""
@@ -412,3 +370,201 @@ class StageRun:
 def _consumers_of(held: _Held) -> list[int]:
     """Returns the consumers that were sent tensors which need a gradient."""
     return [consumer for consumer, sent in held.sent.items() if sent]
+
+
+# A backward in two parts
+
+
+class _Fork(NamedTuple):
+    """A node on the way to an input, from which branches lead to weights alone."""
+
+    outputs: tuple[GradientEdge, ...]
+    branches: tuple[GradientEdge, ...]
+
+
+class WeightPart:
+    """The second part of one backward; holds the graph until ``run``.
+
+    Args:
+        parameters: The weights whose gradients it computes.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = tuple(parameters)
+        self._whole: tuple[list[Tensor], list[Tensor]] | None = None
+        self._forks: list[tuple[_Fork, tuple[Tensor | None, ...]]] = []
+
+    def keep_all(self, roots: list[Tensor], gradients: list[Tensor]) -> None:
+        """Leaves the whole graph to the second part."""
+        self._whole = roots, gradients
+
+    def keep(self, fork: _Fork, gradients: tuple[Tensor | None, ...]) -> None:
+        """Leaves the branches of one node to the second part."""
+        self._forks.append((fork, gradients))
+
+    def run(self) -> None:
+        """Adds the gradients to ``grad`` of the weights, and releases the graph.
+
+        The engine itself adds them: it runs the hooks of the weights, and gives each weight a
+        gradient of its own, also where one tensor is the gradient of several.
+        """
+        whole, self._whole = self._whole, None
+        forks, self._forks = self._forks, []
+        if whole is not None:
+            roots, gradients = whole
+            accumulate(tuple(roots), tuple(gradients), self._parameters)
+        edges: list[Any] = []
+        arrived: list[Tensor] = []
+        for fork, captured in forks:
+            pairs = zip(fork.outputs, captured, strict=True)
+            given = {edge: gradient for edge, gradient in pairs if gradient is not None}
+            if not given:
+                continue
+            for edge, gradient in _run(fork, given):
+                edges.append(edge)
+                arrived.append(gradient)
+        if edges:
+            accumulate(tuple(edges), tuple(arrived), self._parameters)
+
+
+class _HasRun(BaseException):
+    """Ends a run after its first node."""
+
+
+def _run(
+    fork: _Fork, gradients: dict[GradientEdge, Tensor]
+) -> Iterator[tuple[GradientEdge, Tensor]]:
+    """Runs the node of a fork once; yields the gradients of its branches.
+
+    The run ends before the branches: the engine would run the hooks at their beginning, which run
+    when the branches do.
+    """
+    node = fork.outputs[0].node
+    found: list[tuple[Tensor | None, ...]] = []
+    marks: list[Mark | None] = []
+
+    def take(after: tuple[Tensor | None, ...], _: Any) -> None:
+        if device_streams.HAS_CUDA:
+            marks.append(device_streams.mark())
+        found.append(after)
+        raise _HasRun
+
+    handle = node.register_hook(take)
+    try:
+        torch.autograd.grad(
+            tuple(gradients),
+            fork.branches,
+            tuple(gradients.values()),
+            retain_graph=True,
+            allow_unused=True,
+        )
+    except _HasRun:
+        for mark in marks:
+            device_streams.use(mark, found)
+    finally:
+        handle.remove()
+    for after in found:
+        for (child, number), gradient in zip(node.next_functions, after, strict=True):
+            if child is not None and gradient is not None:
+                edge = GradientEdge(child, number)
+                if edge in fork.branches:
+                    yield edge, gradient
+
+
+def input_part(
+    roots: list[Tensor],
+    gradients: list[Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+) -> tuple[list[Tensor | None], WeightPart]:
+    """Runs the first part of a backward.
+
+    Args:
+        roots: Outputs of a stage.
+        gradients: The gradient of each.
+        inputs: The stage's inputs, leaves that require grad.
+        parameters: The stage's weights that require grad.
+
+    Returns:
+        The gradient of each input, None where it has none; and the second part.
+    """
+    rest = WeightPart(parameters)
+    if not roots:
+        return [None] * len(inputs), rest
+    if not inputs:
+        rest.keep_all(roots, gradients)
+        return [], rest
+    forks = _forks(roots, inputs) if parameters else []
+    if forks is None:
+        rest.keep_all(roots, gradients)
+        forks = []
+    ends: list[Any] = [*inputs, *(edge for fork in forks for edge in fork.outputs)]
+    results = torch.autograd.grad(
+        roots, ends, gradients, retain_graph=bool(parameters), allow_unused=True
+    )
+    position = len(inputs)
+    for fork in forks:
+        end = position + len(fork.outputs)
+        rest.keep(fork, results[position:end])
+        position = end
+    return list(results[: len(inputs)]), rest
+
+
+def _forks(roots: Sequence[Tensor], inputs: Iterable[Tensor]) -> list[_Fork] | None:
+    """Returns the nodes at which the backward is cut; None if it cannot be cut.
+
+    It cannot where two nodes have a branch in common, in whole or in part of it: the earlier one
+    would run into the branch by way of the later one.
+    """
+    edges = [get_gradient_edge(root) for root in roots]
+    ends = {get_gradient_edge(each).node for each in inputs}
+    order = _post_order([edge.node for edge in edges])
+    leads: set[Node] = set()
+    arriving: dict[Node, set[int]] = {}
+    for edge in edges:
+        arriving.setdefault(edge.node, set()).add(edge.output_nr)
+    for node in order:
+        for child, number in node.next_functions:
+            if child is not None:
+                arriving.setdefault(child, set()).add(number)
+        if node in ends or any(child in leads for child, _ in node.next_functions):
+            leads.add(node)
+    forks: list[_Fork] = []
+    begun: set[Node] = set()
+    for node in order:
+        if node not in leads or node in ends:
+            continue
+        branches = {
+            GradientEdge(child, number)
+            for child, number in node.next_functions
+            if child is not None and child not in leads
+        }
+        nodes = {edge.node for edge in branches}
+        if nodes & begun:
+            return None
+        begun |= nodes
+        if branches:
+            outputs = tuple(GradientEdge(node, number) for number in sorted(arriving[node]))
+            forks.append(_Fork(outputs, tuple(branches)))
+    if any(edge.node not in leads for edge in edges):
+        return None  # A whole root leads to weights alone.
+    behind = [child for node in begun for child, _ in node.next_functions if child is not None]
+    return None if begun.intersection(_post_order(behind)) else forks
+
+
+def _post_order(starts: Iterable[Node]) -> list[Node]:
+    """Returns all nodes of a graph, each after those that its ``next_functions`` lead to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(node, False) for node in starts]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        stack.append((node, True))
+        stack += [(child, False) for child, _ in node.next_functions if child is not None]
+    return order
