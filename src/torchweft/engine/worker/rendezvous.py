@@ -60,22 +60,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from torchweft.engine.protocol import joining
-from torchweft.engine.protocol.joining import (
-    Admission,
-    Check,
-    Get,
-    Glance,
-    Peek,
-    Remove,
-    Request,
-    Set,
-    SetOnce,
-    Sign,
-    Steps,
-    Swap,
-    Verify,
-    Wait,
-)
+from torchweft.engine.protocol.joining import Admission, Request, Steps, Wait
 from torchweft.engine.protocol.registration import Directory, Registration
 from torchweft.engine.threads.reports import Notice, subject_of
 from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout, WeftError
@@ -212,7 +197,6 @@ class SignedStore:
     def __init__(self, store: Any, secret: Secret | None) -> None:
         self._store = store
         self._key = None if secret is None else secret.derive("rendezvous")
-        self.check = store.check
         self.wait = store.wait
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -233,12 +217,13 @@ class SignedStore:
         value = written[len(_PREFIX) + _SIGNATURE_BYTES :] if is_signed else written
         return value.decode(errors="replace")
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Sets a key that is not there; returns its value afterwards. Raises as ``get``."""
-        if expected:
-            raise ValueError("a signed value cannot be compared")
-        there = self._store.compare_set(key, "", self.sign(key, desired))
-        return self.verify(key, bytes(there))
+    def set_once(self, key: str, value: str) -> bytes:
+        """Sets a key unless it is there; returns its value afterwards. Raises as ``get``."""
+        return self.verify(key, bytes(self._store.compare_set(key, "", self.sign(key, value))))
+
+    def has(self, key: str) -> bool:
+        """Returns whether a key is there."""
+        return bool(self._store.check([key]))
 
     def peek(self, key: str) -> bytes | None:
         """Returns the value of a key, None if it is missing; does not wait. Raises as ``get``."""
@@ -264,8 +249,9 @@ class SignedStore:
         signature = self._key.sign(key.encode(), text.encode()).hex()
         return f"{_PREFIX.decode()}{signature}{text}"
 
-    def verify(self, key: str, written: bytes) -> bytes:
+    def verify(self, key: str, written: str | bytes) -> bytes:
         """Returns the value in the output of ``sign``, as bytes. Raises as ``get``."""
+        written = written.encode() if isinstance(written, str) else written
         is_signed = written.startswith(_PREFIX)
         shown = _TOKEN.sub("", key)
         if self._key is None:
@@ -764,28 +750,15 @@ def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:
         return result
 
 
-_OPERATIONS: dict[type[Any], Callable[[Any, Any], Any]] = {
-    Set: lambda store, asked: store.set(asked.key, asked.value),
-    Get: lambda store, asked: bytes(store.get(asked.key)),
-    Glance: lambda store, asked: store.glance(asked.key),
-    Check: lambda store, asked: bool(store.check([asked.key])),
-    Peek: lambda store, asked: store.peek(asked.key),
-    Swap: lambda store, asked: store.swap(asked.key, asked.expected, asked.desired),
-    Sign: lambda store, asked: store.sign(asked.key, asked.value),
-    Verify: lambda store, asked: store.verify(asked.key, asked.text.encode()),
-    Remove: lambda store, asked: store.remove(asked.key),
-    SetOnce: lambda store, asked: bytes(store.compare_set(asked.key, "", asked.value)),
-}
-
-
-def perform(store: Any, request: Request) -> Any:
+def perform(store: SignedStore, request: Request) -> Any:
     """Performs one operation of a rendezvous store."""
     if isinstance(request, Wait):
         return _wait(store, request.key, request.limit_s)
-    return _OPERATIONS[type(request)](store, request)
+    assert isinstance(request, joining.Ask)
+    return getattr(store, request.operation)(request.key, *request.values)
 
 
-def _missing_of(store: Any, keys: Sequence[str]) -> str:
+def _missing_of(store: SignedStore, keys: Sequence[str]) -> str:
     """Describes the workers that an incomplete group waits for; each rank has one of the keys."""
     missing = [f"rank {rank}" for rank, key in enumerate(keys) if not _is_there(store, key)]
     if not missing:
@@ -793,7 +766,7 @@ def _missing_of(store: Any, keys: Sequence[str]) -> str:
     return f"{', '.join(missing)} of {len(keys)} to join"
 
 
-def _wait(store: Any, key: str, timeout_s: float) -> bool:
+def _wait(store: SignedStore, key: str, timeout_s: float) -> bool:
     """Returns whether ``key`` is there in time; looks once even if the time is already up."""
     end_s = time.monotonic() + timeout_s
     if timeout_s > 2 * _ROUNDING_S:
@@ -814,9 +787,9 @@ def _wait(store: Any, key: str, timeout_s: float) -> bool:
     return True
 
 
-def _is_there(store: Any, key: str) -> bool:
+def _is_there(store: SignedStore, key: str) -> bool:
     try:
-        return bool(store.check([key]))
+        return store.has(key)
     except RendezvousTimeout:
         raise
     except (RuntimeError, ValueError):
