@@ -6,8 +6,6 @@ seeds, unmutated.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from tests.simulation.connections import Node

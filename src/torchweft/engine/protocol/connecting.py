@@ -246,12 +246,6 @@ def failure_of(error: Exception) -> Failure:
     return Failure.BROKEN
 
 
-def error_of(failure: Failure, cause: str) -> Exception:
-    """Returns the error for a worker that none of its addresses leads to."""
-    kind = {Failure.GONE: Gone, Failure.REFUSED: Refused}.get(failure, ConnectionError)
-    return kind(cause)
-
-
 def check_welcome(refusal: str) -> None:
     """Raises the error that the answer to a greeting means, unless its refusal is empty.
 
@@ -273,17 +267,6 @@ _NO_SECRET = (
     "without a secret, a worker connects to others of its own machine only; give all of them the "
     f"same: {knobs.SECRET_FILE.variable}=FILE, or secret=..."
 )
-
-
-class Outcome(enum.Enum):
-    """Why connecting to one address failed."""
-
-    REFUSED = enum.auto()
-    """The remote system says that no process listens there."""
-    UNSUITABLE = enum.auto()
-    """This worker's configuration, or the address itself, does not allow dialling it."""
-    UNANSWERED = enum.auto()
-    """The network does not reach the address now."""
 
 
 class Means(NamedTuple):
@@ -315,7 +298,7 @@ class Reaching:
         # In the same network stack, a refusal shows the worker's death.
         self._is_here = bool(network) and others.get(NETWORK) == network
         self._means = means
-        self._tried: list[tuple[str, Outcome, str]] = []
+        self._tried: list[tuple[str, Failure, str]] = []
 
     def may_dial(self, address: str, is_secure: bool | None, *, is_far: bool) -> bool:
         """Returns whether to dial an address; if not, notes why.
@@ -337,12 +320,16 @@ class Reaching:
             reason = _NO_SECRET
         else:
             return True
-        self.failed(address, Outcome.UNSUITABLE, reason)
+        self.failed(address, Failure.REFUSED, reason)
         return False
 
-    def failed(self, address: str, outcome: Outcome, reason: str) -> None:
-        """Notes that connecting to one address failed."""
-        self._tried.append((address, outcome, reason))
+    def failed(self, address: str, failure: Failure, reason: str) -> None:
+        """Notes that connecting to one address failed.
+
+        ``GONE`` says that no process listens there, ``REFUSED`` that the address does not suit
+        this worker, ``BROKEN`` that the network does not reach it.
+        """
+        self._tried.append((address, failure, reason))
 
     def goes_on_after(self, address: str, error: Exception) -> bool:
         """Notes the error of dialling an address; returns whether to dial the next address.
@@ -350,24 +337,23 @@ class Reaching:
         A listener that is silent, or that does not speak the same protocol, ends the attempt.
         """
         if isinstance(error, ConfigurationError):
-            self.failed(address, Outcome.UNSUITABLE, str(error))
+            self.failed(address, Failure.REFUSED, str(error))
         elif isinstance(error, TimeoutError | ProtocolError) or not isinstance(error, OSError):
             return False
         else:
             is_refused = isinstance(error, ConnectionRefusedError)
-            outcome = Outcome.REFUSED if is_refused else Outcome.UNANSWERED
-            self.failed(address, outcome, error.strerror or str(error))
+            failure = Failure.GONE if is_refused else Failure.BROKEN
+            self.failed(address, failure, error.strerror or str(error))
         return True
 
     @property
     def failure(self) -> Failure:
         """The combined failure; having no address at all counts as a refusal."""
-        outcomes = {outcome for _, outcome, _ in self._tried}
-        if Outcome.UNANSWERED in outcomes:
+        found = {failure for _, failure, _ in self._tried}
+        if Failure.BROKEN in found:
             return Failure.BROKEN
-        if self._is_here and outcomes == {Outcome.REFUSED}:
-            return Failure.GONE
-        return Failure.REFUSED
+        is_gone = self._is_here and found == {Failure.GONE}
+        return Failure.GONE if is_gone else Failure.REFUSED
 
     @property
     def cause(self) -> str:
@@ -378,6 +364,11 @@ class Reaching:
         far = [each for each in self._tried if not each[0].startswith("unix:")]
         reasons = [f"{address}: {reason}" for address, _, reason in far or self._tried]
         return ("; ".join(reasons) or "none of its addresses can be reached from here") + self._hint
+
+    def error(self) -> Exception:
+        """Returns the error of a worker that none of its addresses leads to."""
+        kind = {Failure.GONE: Gone, Failure.REFUSED: Refused}.get(self.failure, ConnectionError)
+        return kind(self.cause)
 
     @property
     def _hint(self) -> str:

@@ -40,7 +40,6 @@ from torchweft.engine.protocol.connecting import (
     Terms,
     Wait,
     check_welcome,
-    error_of,
     failure_of,
     no_connection,
     position_in,
@@ -388,7 +387,7 @@ class Connector:
             except (OSError, ProtocolError, ConfigurationError) as error:
                 if not reaching.goes_on_after(text, error):
                     raise
-        raise error_of(reaching.failure, reaching.cause)
+        raise reaching.error()
 
     def _open_at(self, address: addresses.Address, to: int, deadline_s: float) -> socket.socket:
         """Connects to a worker's address, and sends a voucher at once."""
@@ -396,7 +395,7 @@ class Connector:
         if remaining_s <= 0:
             raise OSError("there was no time left to dial")
         try:
-            connection = addresses.dial(address, remaining_s, speaks_first=True)
+            connection = addresses.dial(address, remaining_s)
         except TimeoutError:
             raise ConnectionError(f"no answer within {remaining_s:.1f} s") from None
         voucher = new_voucher(self.key, to)

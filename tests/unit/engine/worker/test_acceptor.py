@@ -128,7 +128,7 @@ def test_strangers_that_go_slowly_occupy_no_more_threads_and_none_of_a_member(
 
 def slow_member(member: Member, stack: contextlib.ExitStack) -> socket.socket:
     """Dials a member as a member does, up to the voucher."""
-    connection = addresses.dial(member.address, LIMIT_S, speaks_first=True)
+    connection = addresses.dial(member.address, LIMIT_S)
     stack.enter_context(connection)
     connection.sendall(frame_with(new_voucher(KEY, member.agent.info.id)))
     return connection
@@ -163,7 +163,7 @@ def test_a_member_whose_tls_handshake_is_slow_keeps_its_place_in_a_flood(tmp_pat
         contextlib.ExitStack() as stack,
     ):
         second.start()
-        member = stack.enter_context(addresses.dial(second.address, LIMIT_S, speaks_first=True))
+        member = stack.enter_context(addresses.dial(second.address, LIMIT_S))
         with pytest.raises(ssl.SSLWantReadError):
             tls.do_handshake()
         member.sendall(leaving.read())
