@@ -59,7 +59,8 @@ ROUND = "round"
 """The key of the token of a closed group's latest round."""
 PRESENT = "present"
 """The key of the table of an open group: the workers that are there, by arrival."""
-_OPEN, _CLOSED = "open", "closed"
+OPEN, CLOSED = "open", "closed"
+"""The kinds of groups."""
 _JOINED, _REFUSED = "joined", "refused"
 
 
@@ -320,12 +321,13 @@ def _is_there(key: str) -> Steps[bool]:
 def _make_closed() -> Steps[None]:
     """Marks the group of a store as closed; raises RendezvousError if it is open."""
     # Not with SetOnce: stores for closed groups only need not support it.
-    if (yield Ask("has", "kind")) and (yield Ask("get", "kind")).decode() == _OPEN:
-        raise _mixed(_OPEN)
-    yield Ask("set", "kind", (_CLOSED,))
+    if (yield Ask("has", "kind")) and (yield Ask("get", "kind")).decode() == OPEN:
+        raise mixed(OPEN)
+    yield Ask("set", "kind", (CLOSED,))
 
 
-def _mixed(there: str) -> RendezvousError:
+def mixed(there: str) -> RendezvousError:
+    """Returns the error of a worker whose group is of another kind than that of its store."""
     return RendezvousError(
         "RPC group mixes statically and dynamically initialized members which is not supported: "
         f"this group is {there}; pass the same world_size to all its workers, or to none"
@@ -416,8 +418,8 @@ def join_open(me: Registration, token: str) -> Steps[Admission]:
         RendezvousError: The group is a closed one, or its table is malformed.
         ConfigurationError: The group has had too many workers.
     """
-    if (yield Ask("set_once", "kind", (_OPEN,))).decode() != _OPEN:
-        raise _mixed(_CLOSED)
+    if (yield Ask("set_once", "kind", (OPEN,))).decode() != OPEN:
+        raise mixed(CLOSED)
     token = (yield Ask("set_once", "token", (token,))).decode()
     me, before, read = yield from _enter(me, token)
     yield Ask("set", member_key(me.id, token), (me.encode(),))
