@@ -456,9 +456,11 @@ def as_tls_member(key: Callable[[Victim], Secret]) -> Attack:
 
     def run(victim: Victim) -> Got:
         assert victim.tls is not None
-        with addresses.dial(victim.address, LIMIT_S) as plain:
-            with secure_client(plain, victim.tls, LIMIT_S) as connection:
-                return say_hello(connection, key(victim), introduction(victim))[0]
+        with (
+            addresses.dial(victim.address, LIMIT_S) as plain,
+            secure_client(plain, victim.tls, LIMIT_S) as connection,
+        ):
+            return say_hello(connection, key(victim), introduction(victim))[0]
 
     return run
 
