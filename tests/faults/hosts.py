@@ -71,11 +71,9 @@ def dial_from(rank: int) -> None:
     """Makes this process dial from a worker's address."""
     dial = addresses.dial
 
-    def dial_bound(
-        address: Address, timeout_s: float, *, speaks_first: bool = False
-    ) -> socket.socket:
+    def dial_bound(address: Address, timeout_s: float) -> socket.socket:
         if not isinstance(address, TcpAddress):
-            return dial(address, timeout_s, speaks_first=speaks_first)
+            return dial(address, timeout_s)
         connection = socket.create_connection(
             (address.host, address.port), timeout_s, source_address=(address_of(rank), 0)
         )

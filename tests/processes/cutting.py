@@ -61,9 +61,9 @@ _dial = addresses.dial
 
 
 def _dialler_through(port: int) -> Callable[..., socket.socket]:
-    def dial(address: Address, timeout_s: float, *, speaks_first: bool = False) -> socket.socket:
+    def dial(address: Address, timeout_s: float) -> socket.socket:
         if not isinstance(address, TcpAddress):
-            return _dial(address, timeout_s, speaks_first=speaks_first)
+            return _dial(address, timeout_s)
         connection = _dial(TcpAddress("127.0.0.1", port), timeout_s)
         connection.sendall(f"{address.host} {address.port}\n".encode())
         return connection

@@ -21,7 +21,6 @@ from tests.processes import unpickling
 from torchweft import rpc
 from torchweft.engine.io import addresses
 from torchweft.engine.io.handshake import Greeting, Handshake
-from torchweft.engine.protocol.connecting import ATTEMPT, SESSION, TO
 from torchweft.engine.protocol.registration import Registration
 from torchweft.engine.wire.frames import encode_frame
 from torchweft.engine.wire.messages import Kind
@@ -112,11 +111,11 @@ def _greeting(to: str, kind: str) -> Greeting:
     me = Registration(f"fake{number}", number, ("unix:@nobody",), facts={})
     facts = {
         CAPABILITIES: agent.channels.describe(),
-        TO: agent.find(to).id,
+        "to": agent.find(to).id,
         REGISTRATION: me.as_json(),
     }
     if kind == "tcp":
-        facts |= {SESSION: f"session{number}", ATTEMPT: 1}
+        facts |= {"session": f"session{number}", "attempt": 1}
     return Greeting(number, facts=facts)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import FileStore, PrefixStore
-
 from tests.internal import overridden
 from tests.open_workers import OpenWorkers
 from tests.processes import strange_members, unpickling
@@ -16,6 +14,7 @@ from tests.processes.strangers import GREETING_S, Got, Row, Victim
 from torchweft import secret
 from torchweft.engine.io import addresses
 from torchweft.engine.io.secure import TlsOptions
+from torchweft.engine.worker.rendezvous import GroupFile
 from torchweft.secret import Secret
 
 VICTIM, OTHER, ATTACKER = "victim", "other", "attacker"
@@ -86,13 +85,13 @@ class Group:
     def victim(self) -> Victim:
         address = addresses.parse(self.do(VICTIM, strange_members.tcp_address))
         assert isinstance(address, addresses.TcpAddress)
-        store: Any = PrefixStore("weft/0", FileStore(str(self._folder / "store"), -1))
+        store = GroupFile(str(self._folder / "store"), GREETING_S)
         return Victim(
             address,
             id=0,
             other=1,
             secret=Secret.from_file(self._folder / "secret"),
-            token=store.get("token").decode()[-_TOKEN_CHARACTERS:],
+            token=store.get("weft/0/token").decode()[-_TOKEN_CHARACTERS:],
             session=self.do(VICTIM, strange_members.session_with, OTHER),
             dial_at=self._dial_at,
             tls=self._tls,

@@ -28,7 +28,7 @@ from torchweft.engine.io.handshake import (
     new_voucher,
 )
 from torchweft.engine.io.secure import TlsOptions, secure_client
-from torchweft.engine.protocol.connecting import ATTEMPT, POSITION, PURPOSE, SESSION, TO
+from torchweft.engine.protocol.connecting import Hello, Purpose
 from torchweft.engine.wire.frames import HEADER, HEADER_BYTES, encode_frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.secret import Secret
@@ -228,11 +228,11 @@ class Recorder:
 
 def introduction(victim: Victim) -> Greeting:
     """Returns a greeting that the other member may send."""
-    return Greeting(victim.other, facts={PURPOSE: "introduction", TO: victim.id})
+    return Greeting(victim.other, facts=Hello(Purpose.INTRODUCTION, victim.id).facts())
 
 
 def resumption(victim: Victim, session: str) -> Greeting:
-    facts = {PURPOSE: "resume", TO: victim.id, SESSION: session, POSITION: 0, ATTEMPT: 1 << 20}
+    facts = Hello(Purpose.RESUME, victim.id, session, attempt=1 << 20).facts()
     return Greeting(victim.other, facts=facts)
 
 
@@ -456,8 +456,10 @@ def as_tls_member(key: Callable[[Victim], Secret]) -> Attack:
 
     def run(victim: Victim) -> Got:
         assert victim.tls is not None
-        with addresses.dial(victim.address, LIMIT_S) as plain:
-            connection = secure_client(plain, victim.tls, LIMIT_S)
+        with (
+            addresses.dial(victim.address, LIMIT_S) as plain,
+            secure_client(plain, victim.tls, LIMIT_S) as connection,
+        ):
             return say_hello(connection, key(victim), introduction(victim))[0]
 
     return run

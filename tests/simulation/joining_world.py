@@ -16,20 +16,11 @@ from tests.simulation.timeline import Timeline
 from torchweft.engine.protocol.connecting import Gone
 from torchweft.engine.protocol.joining import (
     PRESENT,
-    Check,
+    Ask,
     Forget,
-    Get,
-    Glance,
     Introduce,
-    Peek,
-    Remove,
     Request,
-    Set,
-    SetOnce,
-    Sign,
     Steps,
-    Swap,
-    Verify,
     Wait,
     leave_open,
 )
@@ -49,33 +40,42 @@ class Store:
     def perform(self, request: Request) -> Any:
         if self.is_gone:
             raise RuntimeError("connection reset")
-        values = self.values
-        if isinstance(request, Set):
-            value = request.value
-            values[request.key] = value.encode() if isinstance(value, str) else value
-            return None
-        if isinstance(request, Get):
-            return values[request.key]
-        if isinstance(request, Glance):
-            return values[request.key].decode()
-        if isinstance(request, (Check, Wait)):
-            return request.key in values
-        if isinstance(request, Peek):
-            return values.get(request.key)
-        if isinstance(request, Sign):
-            return request.value.decode()
-        if isinstance(request, Verify):
-            return request.text.encode()
-        if isinstance(request, Remove):
-            return values.pop(request.key, None) and None
-        if isinstance(request, Swap):
-            text = values.get(request.key, b"").decode()
-            if text == request.expected:
-                values[request.key] = request.desired.encode()
-                return request.desired
-            return text
-        assert isinstance(request, SetOnce)
-        return values.setdefault(request.key, request.value.encode())
+        assert isinstance(request, Ask)
+        return getattr(self, f"_{request.operation}")(request.key, *request.values)
+
+    def _set(self, key: str, value: str | bytes) -> None:
+        self.values[key] = value.encode() if isinstance(value, str) else value
+
+    def _get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def _glance(self, key: str) -> str:
+        return self.values[key].decode()
+
+    def _has(self, key: str) -> bool:
+        return key in self.values
+
+    def _peek(self, key: str) -> bytes | None:
+        return self.values.get(key)
+
+    def _sign(self, key: str, value: bytes) -> str:
+        return value.decode()
+
+    def _verify(self, key: str, text: str) -> bytes:
+        return text.encode()
+
+    def _remove(self, key: str) -> None:
+        self.values.pop(key, None)
+
+    def _swap(self, key: str, expected: str, desired: str) -> str:
+        text = self.values.get(key, b"").decode()
+        if text == expected:
+            self.values[key] = desired.encode()
+            return desired
+        return text
+
+    def _set_once(self, key: str, value: str) -> bytes:
+        return self.values.setdefault(key, value.encode())
 
 
 @dataclass(eq=False)
@@ -200,9 +200,12 @@ class Joiners:
             except RuntimeError as error:
                 answer(None, error)
                 return
-            if isinstance(request, Sign):
-                life.signed = Registration.decode(request.value)
-            elif isinstance(request, Swap) and request.key == PRESENT and value == request.desired:
+            if request.operation == "sign":
+                life.signed = Registration.decode(request.values[0])
+            elif request.operation == "swap" and (request.key, value) == (
+                PRESENT,
+                request.values[1],
+            ):
                 assert life.signed is not None
                 life.registration = life.signed
             answer(value)
@@ -225,7 +228,7 @@ class Joiners:
         """Waits as the shell does: a store that is gone has no key."""
         if not life.is_alive:
             return
-        if not self.store.is_gone and self.store.perform(request):
+        if not self.store.is_gone and request.key in self.store.values:
             answer(True)
         elif self.clock() >= end_s:
             answer(False)

@@ -6,8 +6,6 @@ seeds, unmutated.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from tests.simulation.connections import Node
@@ -134,15 +132,6 @@ class OffersBesideAnAccept(Connecting):
         return not self._is_linked and self.cause is None
 
 
-class AwaitsForEver(Connecting):
-    """Waits for the other side's connection for ever."""
-
-    def go_on(self, now_s: float) -> Step:
-        if self._first is not None and self._first.is_awaiting:
-            self._first._arrival_s = self._first._doubtful_s = math.inf
-        return super().go_on(now_s)
-
-
 class TakesCrossedForANo(Connecting):
     """Gives up a peer that answers that it dials itself."""
 
@@ -174,7 +163,6 @@ MUTANTS = {
     LosesAgain: 3,
     IgnoresFarewells: 6,
     OffersBesideAnAccept: 14,
-    AwaitsForEver: 16,
     TakesCrossedForANo: 0,
     CrossesEverything: 8,
 }

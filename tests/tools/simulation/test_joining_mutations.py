@@ -11,7 +11,7 @@ import pytest
 from tests.simulation.test_joining_simulated import ClosedRun, OpenRun, Run
 from tests.tools.simulation.failing import fails
 from torchweft.engine.protocol import joining
-from torchweft.engine.protocol.joining import Get, Introduce, Set, Steps, Wait
+from torchweft.engine.protocol.joining import Ask, Introduce, Steps, Wait
 from torchweft.engine.protocol.registration import Directory, Registration, Roster
 
 SEEDS = 20_000
@@ -28,8 +28,8 @@ def keeps_a_refusal_to_itself(patch: pytest.MonkeyPatch) -> None:
         steps = lead(*arguments)
         request = next(steps)
         while True:
-            is_verdict = isinstance(request, Set) and request.key.startswith("directory/")
-            is_refusal = is_verdict and b'"refusal": ""' not in bytes(request.value)
+            is_verdict = request[0] == "set" and request.key.startswith("directory/")
+            is_refusal = is_verdict and b'"refusal": ""' not in request.values[0]
             answer = None if is_refusal else (yield request)
             try:
                 request = steps.send(answer)
@@ -65,9 +65,9 @@ def follows_for_ever(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(*_: Any, **__: Any) -> Steps[Directory]:
         yield Wait(joining.ROUND, 1e9)
-        token = (yield Get(joining.ROUND)).decode()
+        token = (yield Ask("get", joining.ROUND)).decode()
         yield Wait(joining.directory_key(token), 1e9)
-        return Directory.decode((yield Get(joining.directory_key(token))))
+        return Directory.decode((yield Ask("get", joining.directory_key(token))))
 
     patch.setattr(joining, "_follow", mutant)
 
@@ -86,7 +86,7 @@ def leaves_workers_in_earlier_rounds(patch: pytest.MonkeyPatch) -> None:
     """The leader does not call workers that wait in an earlier round into its own."""
 
     def mutant(token: str, over: Any) -> Steps[None]:
-        yield Set(joining.ROUND, token)
+        yield Ask("set", joining.ROUND, (token,))
 
     patch.setattr(joining, "_begin_round", mutant)
 
@@ -100,7 +100,7 @@ def gives_each_life_its_rank(patch: pytest.MonkeyPatch) -> None:
     """An id names all lives of a rank."""
 
     def mutant(me: Registration, own: str) -> Steps[Registration]:
-        yield joining.Peek("ids")
+        yield joining.Ask("peek", "ids")
         return me
 
     patch.setattr(joining, "_with_id", mutant)
@@ -154,7 +154,7 @@ def never_refuses(patch: pytest.MonkeyPatch) -> None:
     """A later worker takes the place of a living member."""
 
     def mutant(worker: int) -> Steps[bool]:
-        yield joining.Check(f"fate/{worker}")
+        yield joining.Ask("has", f"fate/{worker}")
         return False
 
     patch.setattr(joining, "_is_refused", mutant)
@@ -164,7 +164,7 @@ def never_confirms(patch: pytest.MonkeyPatch) -> None:
     """A worker joins although others have refused it."""
 
     def mutant(place: int) -> Steps[None]:
-        yield joining.Check(f"fate/{place}")
+        yield joining.Ask("has", f"fate/{place}")
 
     patch.setattr(joining, "_confirm", mutant)
 

@@ -130,46 +130,20 @@ def listen_tcp(host: str, *, is_secure: bool = False) -> tuple[socket.socket, Tc
     return listener, TcpAddress(host, listener.getsockname()[1], is_secure)
 
 
-def dial(address: Address, timeout_s: float, *, speaks_first: bool = False) -> socket.socket:
-    """Connects to ``address``; raises OSError without an answer within ``timeout_s``.
-
-    Args:
-        address: Where to connect.
-        timeout_s: Bound in seconds.
-        speaks_first: Whether the caller sends something at once. The listener then gets the
-            connection together with that, or after 0.2 s.
-    """
-    if isinstance(address, UnixAddress):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(timeout_s)
-        try:
-            connection.connect(f"\0{address.name}")
-        except OSError:
-            connection.close()
-            raise
+def dial(address: Address, timeout_s: float) -> socket.socket:
+    """Connects to ``address``; raises OSError without an answer within ``timeout_s`` seconds."""
+    if isinstance(address, TcpAddress):
+        connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
+        tune(connection)
         return connection
-    connection = _connect(address, timeout_s, speaks_first=speaks_first)
-    tune(connection)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(f"\0{address.name}")
+    except OSError:
+        connection.close()
+        raise
     return connection
-
-
-def _connect(address: TcpAddress, timeout_s: float, *, speaks_first: bool) -> socket.socket:
-    if not speaks_first:
-        return socket.create_connection((address.host, address.port), timeout=timeout_s)
-    error: OSError | None = None
-    for family, kind, _, _, place in socket.getaddrinfo(*address[:2], type=socket.SOCK_STREAM):
-        connection = socket.socket(family, kind)
-        try:
-            # The acknowledgement that ends TCP's handshake waits for the first data.
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
-            connection.settimeout(timeout_s)
-            connection.connect(place)
-            return connection
-        except OSError as failure:
-            connection.close()
-            error = failure
-    assert error is not None
-    raise error
 
 
 def tune(connection: socket.socket) -> None:

@@ -49,7 +49,8 @@ class Failure(enum.Enum):
     BUSY = enum.auto()
     """The peer's system accepts connections but the peer does not speak: it is alive."""
     CROSSED = enum.auto()
-    """The peer answers that it is dialling itself (simultaneous open): it is alive."""
+    """The peer answers that it is dialling itself (simultaneous open): it is alive. This side dials
+    again all the same, until the connection of the peer has come."""
     BROKEN = enum.auto()
     """The network does not reach the peer, or the connection broke."""
 
@@ -93,9 +94,7 @@ class Answer(NamedTuple):
 # The dialler's greeting: which worker the connection is for, and its purpose
 
 
-PURPOSE, TO = "purpose", "to"
-SESSION, POSITION, ATTEMPT, SET = "session", "position", "attempt", "set"
-QUESTION = "question"
+POSITION = "position"
 
 
 class Purpose(enum.Enum):
@@ -159,39 +158,31 @@ class Hello(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         """Returns the fields of the greeting."""
-        facts: dict[str, Any] = {TO: self.to}
-        if self.purpose is not Purpose.LINK:
-            facts[PURPOSE] = self.purpose.value
-        if self.session is not None:
-            facts |= {SESSION: self.session, ATTEMPT: self.attempt}
-        if self.purpose is Purpose.RESUME:
-            facts[POSITION] = self.position
-        elif self.purpose is Purpose.DATA:
-            facts[SET] = self.set_number
-        elif self.purpose is Purpose.OBSERVE:
-            facts[QUESTION] = self.question
-        return facts
+        return {**self._asdict(), "purpose": self.purpose.value}
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Hello:
-        """Reads a greeting; raises ProtocolError if a field is missing or wrong."""
+        """Reads a greeting; raises ProtocolError if a field is wrong."""
         try:
-            purpose = Purpose(facts.get(PURPOSE, ""))
+            purpose = Purpose(facts.get("purpose", ""))
         except ValueError:
-            raise ProtocolError(f"a connection is for {facts[PURPOSE]!r}") from None
-        to, session = facts.get(TO), facts.get(SESSION)
-        if session is not None and not isinstance(session, str):
-            raise ProtocolError(f"a session is called {session!r}")
-        has_attempt = purpose is Purpose.RESUME or session is not None
-        return cls(
-            purpose,
-            None if to is None else _number(facts, TO),
-            session,
-            _number(facts, ATTEMPT) if has_attempt else 0,
-            position_in(facts) if purpose is Purpose.RESUME else 0,
-            _number(facts, SET) if purpose is Purpose.DATA else 0,
-            str(facts.get(QUESTION)) if purpose is Purpose.OBSERVE else "",
-        )
+            raise ProtocolError(f"a connection is for {facts['purpose']!r}") from None
+        told = {name: facts[name] for name in _TYPES if facts.get(name) is not None}
+        for name, value in told.items():
+            if type(value) is not _TYPES[name] or (type(value) is int and value < 0):
+                raise ProtocolError(f"a greeting has {value!r} for its {name}")
+        return cls(purpose, **told)
+
+
+_TYPES: dict[str, type] = {
+    "to": int,
+    "session": str,
+    "attempt": int,
+    "position": int,
+    "set_number": int,
+    "question": str,
+}
+"""The types of the fields of a greeting; a field that is missing has its default."""
 
 
 def position_in(facts: dict[str, Any]) -> int:
@@ -200,13 +191,6 @@ def position_in(facts: dict[str, Any]) -> int:
     if type(position) is not int or position < 0:
         raise ProtocolError(f"a session goes on at byte {position!r}, which is no position")
     return position
-
-
-def _number(facts: dict[str, Any], name: str) -> int:
-    number = facts.get(name)
-    if type(number) is not int:
-        raise ProtocolError(f"the {name} of a connection has number {number!r}")
-    return number
 
 
 OBSERVER = -1
@@ -262,12 +246,6 @@ def failure_of(error: Exception) -> Failure:
     return Failure.BROKEN
 
 
-def error_of(failure: Failure, cause: str) -> Exception:
-    """Returns the error for a worker that none of its addresses leads to."""
-    kind = {Failure.GONE: Gone, Failure.REFUSED: Refused}.get(failure, ConnectionError)
-    return kind(cause)
-
-
 def check_welcome(refusal: str) -> None:
     """Raises the error that the answer to a greeting means, unless its refusal is empty.
 
@@ -289,17 +267,6 @@ _NO_SECRET = (
     "without a secret, a worker connects to others of its own machine only; give all of them the "
     f"same: {knobs.SECRET_FILE.variable}=FILE, or secret=..."
 )
-
-
-class Outcome(enum.Enum):
-    """Why connecting to one address failed."""
-
-    REFUSED = enum.auto()
-    """The remote system says that no process listens there."""
-    UNSUITABLE = enum.auto()
-    """This worker's configuration, or the address itself, does not allow dialling it."""
-    UNANSWERED = enum.auto()
-    """The network does not reach the address now."""
 
 
 class Means(NamedTuple):
@@ -331,7 +298,7 @@ class Reaching:
         # In the same network stack, a refusal shows the worker's death.
         self._is_here = bool(network) and others.get(NETWORK) == network
         self._means = means
-        self._tried: list[tuple[str, Outcome, str]] = []
+        self._tried: list[tuple[str, Failure, str]] = []
 
     def may_dial(self, address: str, is_secure: bool | None, *, is_far: bool) -> bool:
         """Returns whether to dial an address; if not, notes why.
@@ -353,12 +320,16 @@ class Reaching:
             reason = _NO_SECRET
         else:
             return True
-        self.failed(address, Outcome.UNSUITABLE, reason)
+        self.failed(address, Failure.REFUSED, reason)
         return False
 
-    def failed(self, address: str, outcome: Outcome, reason: str) -> None:
-        """Notes that connecting to one address failed."""
-        self._tried.append((address, outcome, reason))
+    def failed(self, address: str, failure: Failure, reason: str) -> None:
+        """Notes that connecting to one address failed.
+
+        ``GONE`` says that no process listens there, ``REFUSED`` that the address does not suit
+        this worker, ``BROKEN`` that the network does not reach it.
+        """
+        self._tried.append((address, failure, reason))
 
     def goes_on_after(self, address: str, error: Exception) -> bool:
         """Notes the error of dialling an address; returns whether to dial the next address.
@@ -366,24 +337,23 @@ class Reaching:
         A listener that is silent, or that does not speak the same protocol, ends the attempt.
         """
         if isinstance(error, ConfigurationError):
-            self.failed(address, Outcome.UNSUITABLE, str(error))
+            self.failed(address, Failure.REFUSED, str(error))
         elif isinstance(error, TimeoutError | ProtocolError) or not isinstance(error, OSError):
             return False
         else:
             is_refused = isinstance(error, ConnectionRefusedError)
-            outcome = Outcome.REFUSED if is_refused else Outcome.UNANSWERED
-            self.failed(address, outcome, error.strerror or str(error))
+            failure = Failure.GONE if is_refused else Failure.BROKEN
+            self.failed(address, failure, error.strerror or str(error))
         return True
 
     @property
     def failure(self) -> Failure:
         """The combined failure; having no address at all counts as a refusal."""
-        outcomes = {outcome for _, outcome, _ in self._tried}
-        if Outcome.UNANSWERED in outcomes:
+        found = {failure for _, failure, _ in self._tried}
+        if Failure.BROKEN in found:
             return Failure.BROKEN
-        if self._is_here and outcomes == {Outcome.REFUSED}:
-            return Failure.GONE
-        return Failure.REFUSED
+        is_gone = self._is_here and found == {Failure.GONE}
+        return Failure.GONE if is_gone else Failure.REFUSED
 
     @property
     def cause(self) -> str:
@@ -394,6 +364,11 @@ class Reaching:
         far = [each for each in self._tried if not each[0].startswith("unix:")]
         reasons = [f"{address}: {reason}" for address, _, reason in far or self._tried]
         return ("; ".join(reasons) or "none of its addresses can be reached from here") + self._hint
+
+    def error(self) -> Exception:
+        """Returns the error of a worker that none of its addresses leads to."""
+        kind = {Failure.GONE: Gone, Failure.REFUSED: Refused}.get(self.failure, ConnectionError)
+        return kind(self.cause)
 
     @property
     def _hint(self) -> str:
@@ -420,7 +395,7 @@ class State(enum.Enum):
     ACCEPTING = "accepting"
     """The peer makes the first connection, and this side has accepted its offer."""
     CROSSING = "crossing"
-    """Both sides dial (simultaneous open); this side waits for the peer's connection."""
+    """A thread needs the first connection, and waits for that which the peer makes."""
     LINKED = "linked"
     """There is a connection."""
     BROKEN = "broken"
@@ -525,8 +500,6 @@ FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
 LATE_S = 1.0
 """A thread that is later than this was stopped or held up."""
-CROSSING_S = 0.25
-"""How long to wait for the peer's own connection before this side dials."""
 
 
 class FirstDial:
@@ -549,9 +522,7 @@ class FirstDial:
         self._give_up_s = now_s + timeout_s
         self._pause_s = FIRST_PAUSE_S
         self._next_s = self._due_s = now_s
-        self._arrival_s: float | None = None
-        self._doubtful_s = self._next_s
-        self._was_told = self._was_heard = False
+        self._was_heard = False
 
     def limit_s(self, now_s: float) -> float:
         """Returns the deadline of an attempt that begins now."""
@@ -562,35 +533,19 @@ class FirstDial:
         """Notes that the peer made a connection, for any purpose, and so is alive."""
         self._was_heard = True
 
-    @property
-    def is_awaiting(self) -> bool:
-        """Whether this side waits for the peer's own connection."""
-        return self._arrival_s is not None
-
-    def await_peer(self, now_s: float, *, was_told: bool) -> Step:
-        """Returns the step to wait for the connection that the peer is making.
+    def go_on(self, now_s: float, *, is_accepting: bool) -> Step | None:
+        """Returns the next step after a wait, or None when it is time to dial.
 
         Args:
             now_s: The time now.
-            was_told: Whether the peer said so, which proves that it is alive.
+            is_accepting: Whether the peer is making the connection, for which to wait.
         """
-        self._arrival_s = self.limit_s(now_s)
-        self._doubtful_s = min(now_s + CROSSING_S, self._arrival_s)
-        self._was_told = was_told
-        return self._wait(now_s + FIRST_PAUSE_S)
-
-    def go_on(self, now_s: float, *, is_accepting: bool) -> Step | None:
-        """Returns the next step after a wait, or None when it is time to dial."""
         self._excuse(now_s)
-        if self._arrival_s is None:
-            if now_s < self._next_s:
-                return self._wait(self._next_s)
-            return Busy("there was no time left to dial") if now_s >= self._deadline_s else None
-        if now_s < self._arrival_s and (is_accepting or now_s <= self._doubtful_s):
+        if is_accepting and now_s < self._deadline_s:
             return self._wait(now_s + FIRST_PAUSE_S)
-        self._arrival_s = None
-        failure = Failure.CROSSED if self._was_told else Failure.BROKEN
-        return self.failed(now_s, failure, "the connection that it announced did not come")
+        if now_s < self._next_s:
+            return self._wait(self._next_s)
+        return Busy("there was no time left to dial") if now_s >= self._deadline_s else None
 
     def failed(self, now_s: float, failure: Failure, cause: str) -> Step:
         """Returns the next step after a failed attempt."""
@@ -670,8 +625,7 @@ class Connecting:
                 return State.RESUMING
             return State.BROKEN if self.is_broken else State.LINKED
         if self._first is not None:
-            is_crossing = self._accepts or self._first.is_awaiting
-            return State.CROSSING if is_crossing else State.DIALLING
+            return State.CROSSING if self._accepts else State.DIALLING
         return State.ACCEPTING if self._accepts else State.IDLE
 
     @property
@@ -721,16 +675,13 @@ class Connecting:
         """Returns the next step after the attempt of ``Dial`` failed."""
         if self._first is None or self._is_decided:
             return Done()
-        if failure is Failure.CROSSED:
-            return self._first.await_peer(now_s, was_told=True)
         return self._first.failed(now_s, failure, cause)
 
     def go_on(self, now_s: float) -> Step:
         """Returns the next step after the wait of ``Wait``."""
         if self._first is None or self._is_decided:
             return Done()
-        step = self._first.go_on(now_s, is_accepting=bool(self._accepts))
-        return self._dial_or_wait(now_s) if step is None else step
+        return self._dial_or_wait(now_s)
 
     @property
     def _is_decided(self) -> bool:
@@ -739,8 +690,9 @@ class Connecting:
     def _dial_or_wait(self, now_s: float) -> Step:
         assert self._first is not None
         assert self._offer is not None
-        if self._accepts:
-            return self._first.await_peer(now_s, was_told=False)
+        step = self._first.go_on(now_s, is_accepting=bool(self._accepts))
+        if step is not None:
+            return step
         self._offer = self._offer._replace(attempt=self._offer.attempt + 1)
         return Dial(self._offer, self._first.limit_s(now_s))
 

@@ -59,77 +59,23 @@ ROUND = "round"
 """The key of the token of a closed group's latest round."""
 PRESENT = "present"
 """The key of the table of an open group: the workers that are there, by arrival."""
-_OPEN, _CLOSED = "open", "closed"
+OPEN, CLOSED = "open", "closed"
+"""The kinds of groups."""
 _JOINED, _REFUSED = "joined", "refused"
 
 
-class Set(NamedTuple):
-    """A request: write a value. Answered with None."""
+class Ask(NamedTuple):
+    """A request: perform an operation of the store. Answered with its result.
 
-    key: str
-    value: str | bytes
-
-
-class Get(NamedTuple):
-    """A request: read a key that is there. Answered with its value, as bytes."""
-
-    key: str
-
-
-class Glance(NamedTuple):
-    """A request: read the text of a key that is there, whoever has written it."""
-
-    key: str
-
-
-class SetOnce(NamedTuple):
-    """A request: write a value unless there is one. Answered with the resulting value."""
-
-    key: str
-    value: str
-
-
-class Peek(NamedTuple):
-    """A request: read a key that may be missing. Answered with its value as bytes, or None."""
-
-    key: str
-
-
-class Swap(NamedTuple):
-    """A request: write a text if the key has another one. Answered with the resulting text.
-
-    A missing key has the empty text. Such texts are not signed.
+    Attributes:
+        operation: The name of a method of ``SignedStore``.
+        key: The key.
+        values: The further arguments of the method.
     """
 
+    operation: str
     key: str
-    expected: str
-    desired: str
-
-
-class Sign(NamedTuple):
-    """A request: sign a value of a key, which another key has. Answered with a text."""
-
-    key: str
-    value: bytes
-
-
-class Verify(NamedTuple):
-    """A request: verify a text that ``Sign`` was answered with. Answered with the value."""
-
-    key: str
-    text: str
-
-
-class Remove(NamedTuple):
-    """A request: remove a key. Answered with None, also if it is not there."""
-
-    key: str
-
-
-class Check(NamedTuple):
-    """A request: look for a key. Answered with whether it is there."""
-
-    key: str
+    values: tuple[str | bytes, ...] = ()
 
 
 class Wait(NamedTuple):
@@ -166,21 +112,7 @@ class Forget(NamedTuple):
     error: Exception
 
 
-Request = (
-    Set
-    | Get
-    | Glance
-    | SetOnce
-    | Peek
-    | Swap
-    | Sign
-    | Verify
-    | Remove
-    | Check
-    | Wait
-    | Introduce
-    | Forget
-)
+Request = Ask | Wait | Introduce | Forget
 T = TypeVar("T")
 Steps = Generator[Request, Any, T]
 
@@ -231,7 +163,7 @@ def join_closed(
         RendezvousError: The leader was told another number of workers, or the group is open.
     """
     start_s = clock()
-    yield Set(arrival_key(me.id), "")
+    yield Ask("set", arrival_key(me.id), ("",))
     if me.id == LEADER:
         directory = yield from _lead(me, world_size, token, timeout_s, clock, over)
     else:
@@ -267,7 +199,7 @@ def _lead(
 ) -> Steps[Directory]:
     """Makes and writes the directory or the refusal; waits until a refusal is read."""
     start_s = clock()
-    yield Set(worker_key(me.id, token), me.encode())
+    yield Ask("set", worker_key(me.id, token), (me.encode(),))
     try:
         yield from _begin_round(token, over)
         yield from _make_closed()
@@ -280,10 +212,10 @@ def _lead(
         reason = f"rank {LEADER} was interrupted by {type(error).__name__} while it joined"
         interrupted = RendezvousTimeout(reason, (LEADER,))
         over.append(token)
-        yield Set(directory_key(token), Directory.refused(interrupted).encode())
+        yield Ask("set", directory_key(token), (Directory.refused(interrupted).encode(),))
         raise
     over.append(token)
-    yield Set(directory_key(token), directory.encode())
+    yield Ask("set", directory_key(token), (directory.encode(),))
     if directory.refusal:
         # The store may end with the leader.
         end_s = clock() + READ_S
@@ -297,13 +229,13 @@ def _begin_round(token: str, over: deque[str]) -> Steps[None]:
     """Begins a round, and calls workers that wait in earlier ones into it."""
     # A file may have been made anew since: then its workers wait in the round of this process.
     earlier = {*list(over)[-1:]}
-    if (yield Check(ROUND)):
-        earlier.add((yield Glance(ROUND)))
-    yield Set(ROUND, token)
+    if (yield Ask("has", ROUND)):
+        earlier.add((yield Ask("glance", ROUND)))
+    yield Ask("set", ROUND, (token,))
     for each in earlier:
-        yield Set(_next_key(each), token)
-        if not (yield Check(directory_key(each))):  # Its leader has ended before the verdict.
-            yield Set(directory_key(each), Directory(each, ()).encode())
+        yield Ask("set", _next_key(each), (token,))
+        if not (yield Ask("has", directory_key(each))):  # Its leader has ended before the verdict.
+            yield Ask("set", directory_key(each), (Directory(each, ()).encode(),))
 
 
 def _collect(
@@ -314,7 +246,7 @@ def _collect(
     keys = tuple(worker_key(rank, token) for rank in range(world_size))
     for rank, key in enumerate(keys):
         if (yield Wait(key, start_s + timeout_s - clock(), keys)):
-            registrations[rank] = Registration.decode((yield Get(key)))
+            registrations[rank] = Registration.decode((yield Ask("get", key)))
             apart = why_apart(registrations.values())
             if apart:
                 raise RendezvousError(apart)  # More workers would not change that.
@@ -338,20 +270,20 @@ def _follow(
     key = ROUND
     while (yield Wait(key, end_s - clock(), arrivals)):
         # A worker without the secret must register, too: only then does the leader hear of it.
-        token = yield Glance(key)
+        token = yield Ask("glance", key)
         key = _next_key(token)
-        is_late = yield Check(directory_key(token))
-        yield Set(worker_key(me.id, token), me.encode())
+        is_late = yield Ask("has", directory_key(token))
+        yield Ask("set", worker_key(me.id, token), (me.encode(),))
         if not (yield Wait(directory_key(token), end_s + GRACE_S - clock(), arrivals)):
             break
-        directory = Directory.decode((yield Get(directory_key(token))))
+        directory = Directory.decode((yield Ask("get", directory_key(token))))
         is_over = not (directory.refusal or directory.workers) or token in over
         if is_late and not is_over:
             is_over = bool(directory.missing) if directory.refusal else is_kept
         if not is_over:
             over.append(token)
             if directory.refusal:
-                yield Set(_told_key(me.id, token), "")
+                yield Ask("set", _told_key(me.id, token), ("",))
             return directory
     if directory is not None and directory.missing:
         return directory  # Why the latest round was in vain; no other one has begun.
@@ -379,7 +311,7 @@ def _follow(
 def _is_there(key: str) -> Steps[bool]:
     """Returns whether a key is there; in a store that has ended, no key is."""
     try:
-        return bool((yield Check(key)))
+        return bool((yield Ask("has", key)))
     except RendezvousTimeout:
         raise
     except (RuntimeError, ValueError):
@@ -389,12 +321,13 @@ def _is_there(key: str) -> Steps[bool]:
 def _make_closed() -> Steps[None]:
     """Marks the group of a store as closed; raises RendezvousError if it is open."""
     # Not with SetOnce: stores for closed groups only need not support it.
-    if (yield Check("kind")) and (yield Get("kind")).decode() == _OPEN:
-        raise _mixed(_OPEN)
-    yield Set("kind", _CLOSED)
+    if (yield Ask("has", "kind")) and (yield Ask("get", "kind")).decode() == OPEN:
+        raise mixed(OPEN)
+    yield Ask("set", "kind", (CLOSED,))
 
 
-def _mixed(there: str) -> RendezvousError:
+def mixed(there: str) -> RendezvousError:
+    """Returns the error of a worker whose group is of another kind than that of its store."""
     return RendezvousError(
         "RPC group mixes statically and dynamically initialized members which is not supported: "
         f"this group is {there}; pass the same world_size to all its workers, or to none"
@@ -485,17 +418,17 @@ def join_open(me: Registration, token: str) -> Steps[Admission]:
         RendezvousError: The group is a closed one, or its table is malformed.
         ConfigurationError: The group has had too many workers.
     """
-    if (yield SetOnce("kind", _OPEN)).decode() != _OPEN:
-        raise _mixed(_CLOSED)
-    token = (yield SetOnce("token", token)).decode()
+    if (yield Ask("set_once", "kind", (OPEN,))).decode() != OPEN:
+        raise mixed(CLOSED)
+    token = (yield Ask("set_once", "token", (token,))).decode()
     me, before, read = yield from _enter(me, token)
-    yield Set(member_key(me.id, token), me.encode())
+    yield Ask("set", member_key(me.id, token), (me.encode(),))
     earlier: dict[int, Registration] = {}
     for worker, own in before.items():
         if own is not None:
-            found = yield Verify(member_key(worker, token), own)
+            found = yield Ask("verify", member_key(worker, token), (own,))
         else:
-            found = read.get(worker) or (yield Peek(member_key(worker, token)))
+            found = read.get(worker) or (yield Ask("peek", member_key(worker, token)))
         if found is not None:
             earlier[worker] = Registration.decode(found)
         else:  # It has left meanwhile, or was killed while it left.
@@ -517,14 +450,14 @@ def _enter(
         table = _Table.decode(text)
         for worker, own in table.present.items():
             if own is not None and worker not in read:
-                found = yield Peek(member_key(worker, token))
+                found = yield Ask("peek", member_key(worker, token))
                 if found is not None:
                     read[worker] = found
         before = {worker: None if worker in read else own for worker, own in table.present.items()}
         me = _with_id(me, table.last + 1)
-        own = yield Sign(member_key(me.id, token), me.encode())
+        own = yield Ask("sign", member_key(me.id, token), (me.encode(),))
         desired = _Table(me.id, {**before, me.id: own}).encode()
-        text = yield Swap(PRESENT, text, desired)
+        text = yield Ask("swap", PRESENT, (text, desired))
         if text == desired:  # No other worker writes this text: it has this one's addresses.
             return me, before, read
 
@@ -550,12 +483,12 @@ def leave_open(worker: int, token: str, *, is_over: bool = True) -> Steps[None]:
         token: The token of the run.
         is_over: Whether its process has ended: it will not look at its fate any more.
     """
-    yield Remove(member_key(worker, token))
+    yield Ask("remove", member_key(worker, token))
     if is_over:
-        yield Remove(_fate_key(worker))
-    text = yield Swap(PRESENT, "", _Table(-1, {}).encode())
+        yield Ask("remove", _fate_key(worker))
+    text = yield Ask("swap", PRESENT, ("", _Table(-1, {}).encode()))
     while worker in (table := _Table.decode(text)).present:
-        text = yield Swap(PRESENT, text, table.without(worker).encode())
+        text = yield Ask("swap", PRESENT, (text, table.without(worker).encode()))
 
 
 def _note_left(worker: int, token: str, *, is_over: bool) -> Steps[None]:
@@ -631,7 +564,7 @@ def _are_namesakes(one: Registration, other: Registration) -> bool:
 
 def _confirm(worker: int) -> Steps[None]:
     """Joins in place of former lives, unless a newcomer has found one of them alive."""
-    if (yield SetOnce(_fate_key(worker), _JOINED)).decode() != _JOINED:
+    if (yield Ask("set_once", _fate_key(worker), (_JOINED,))).decode() != _JOINED:
         raise DuplicateName(
             "another worker of this name or rank was alive while this one joined; if it has ended "
             "since, start this one again"
@@ -640,7 +573,7 @@ def _confirm(worker: int) -> Steps[None]:
 
 def _is_refused(worker: int) -> Steps[bool]:
     """Refuses a worker whose former life lives; returns False if it joined after that died."""
-    return bool((yield SetOnce(_fate_key(worker), _REFUSED)).decode() == _REFUSED)
+    return bool((yield Ask("set_once", _fate_key(worker), (_REFUSED,))).decode() == _REFUSED)
 
 
 def member_key(worker: int, token: str) -> str:

@@ -549,10 +549,9 @@ class Roster(Generic[L]):
         self.by_rank: dict[int, L] = {}
         self._me = me
         self._introduced: set[int] = set()
-        self._retired: dict[int, L] = {}
-        """Lives that have no name any more and were not over when last looked at."""
-        self._ended: dict[int, L] = {}
-        """In an open group, the lives that are over and in the tables, the earliest first."""
+        self._former: dict[int, L] = {}
+        """In an open group, the lives in the tables that are over, or have no name any more, the
+        earliest first."""
         self._forgotten: set[int] = set()
         self._recalled: set[int] = set()
         """Ids in the tables of lives that this worker knows from others' messages alone. Whoever
@@ -614,7 +613,7 @@ class Roster(Generic[L]):
             self.retire(former)
         if registration.id in self._recalled:
             self._recalled.remove(registration.id)
-            del self._ended[registration.id]
+            del self._former[registration.id]
         self.by_id[registration.id] = life
         self.by_name[registration.name] = life
         self.by_rank[registration.rank] = life
@@ -626,14 +625,13 @@ class Roster(Generic[L]):
     def lose(self, life: L) -> None:
         """Notes that a life is lost; in an open group, the earliest of many are forgotten."""
         if self.is_open and self.by_id.get(life.registration.id) is life:
-            self._ended.setdefault(life.registration.id, life)
+            self._former.setdefault(life.registration.id, life)
             self._forget_earliest()
 
     def retire(self, life: L) -> None:
         """Stops a life that leaves, or is over, from being found by name or rank."""
         self._take_name(life)
-        if life.registration.id not in self._ended:
-            self._retired[life.registration.id] = life
+        self._former.setdefault(life.registration.id, life)
         self._forget_earliest()
 
     def _take_name(self, life: L) -> None:
@@ -646,11 +644,9 @@ class Roster(Generic[L]):
 
     def _forget_earliest(self) -> None:
         # A life that was replaced may be declared lost much later than its successors, or never.
-        for worker in [worker for worker, life in self._retired.items() if life.is_over]:
-            self._ended[worker] = self._retired.pop(worker)
-        while len(self._ended) > ENDED_LIMIT:
-            worker = next(iter(self._ended))
-            self._take_name(self._ended.pop(worker))
+        over = [worker for worker, life in self._former.items() if life.is_over]
+        for worker in over[:-ENDED_LIMIT]:
+            self._take_name(self._former.pop(worker))
             self.by_id.pop(worker, None)
             if worker in self._recalled:
                 self._recalled.remove(worker)
@@ -659,7 +655,7 @@ class Roster(Generic[L]):
 
     def former(self, name: str, rank: int) -> L | None:
         """Returns the latest life of a name and rank that is not found by them any more, if any."""
-        for life in reversed([*self._ended.values(), *self._retired.values()]):
+        for life in reversed(self._former.values()):
             if (life.registration.name, life.registration.rank) == (name, rank):
                 return life
         return None
@@ -668,7 +664,7 @@ class Roster(Generic[L]):
         """Adds a life that is over, of which others spoke, so that it is found by its id."""
         if not self.is_forgotten(life.registration.id):
             self._recalled.add(life.registration.id)
-        self.by_id[life.registration.id] = self._ended[life.registration.id] = life
+        self.by_id[life.registration.id] = self._former[life.registration.id] = life
         self._forget_earliest()
 
     def is_forgotten(self, worker: int) -> bool:

@@ -10,19 +10,31 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchweft import knobs
 from torchweft.engine.channels.channels import Channels, close_all
 from torchweft.engine.io import addresses, ring
-from torchweft.engine.io.handshake import Greeting, Handshake, check_user, frame_with, new_voucher
+from torchweft.engine.io.handshake import (
+    Greeting,
+    Handshake,
+    NotProven,
+    check_user,
+    frame_with,
+    look_for_number,
+    new_voucher,
+)
 from torchweft.engine.io.link import Link, LinkClosed, shut
 from torchweft.engine.io.session import ResumableLink
 from torchweft.engine.protocol.connecting import (
+    POSITION,
+    TAKEN,
+    Answer,
     Busy,
     Dial,
     Done,
@@ -38,14 +50,15 @@ from torchweft.engine.protocol.connecting import (
     Resume,
     Taken,
     Terms,
+    Verdict,
     Wait,
     check_welcome,
-    error_of,
     failure_of,
     no_connection,
     position_in,
 )
 from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.protocol.strangers import Admission, Admissions, Strangers
 from torchweft.engine.wire.frames import Buffer, encode_frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.connections import Links
@@ -56,15 +69,6 @@ from torchweft.secret import Secret
 
 if TYPE_CHECKING:
     from torchweft.engine.io.secure import TlsOptions
-import select
-from collections.abc import Callable
-
-from torchweft.engine.io.handshake import (
-    NotProven,
-    look_for_number,
-)
-from torchweft.engine.protocol.connecting import POSITION, TAKEN, Answer, Verdict
-from torchweft.engine.protocol.strangers import Admission, Admissions, Strangers
 
 REGISTRATION = "registration"
 CAPABILITIES, VERDICT, RING = "capabilities", "verdict", "ring"
@@ -110,16 +114,14 @@ class Connector:
         # In an open group, the dialled worker may not know this worker yet.
         self._registration = {REGISTRATION: me.as_json()} if is_open else {}
         self._means = Means(has_secret, tls is not None, bool(knobs.UNIX_SOCKETS.get()))
-        self._dialling: dict[int, socket.socket] = {}
-        """The first connections that are being made, by peer."""
-        self._greeting: set[socket.socket] = set()
-        """The further connections that are being made."""
+        self._making: dict[socket.socket, Peer | None] = {}
+        """The connections that are being made; each first one with its peer."""
         self._closed = threading.Event()
 
     def close(self) -> None:
         """Aborts connections that are being dialled."""
         self._closed.set()
-        for connection in [*self._dialling.values(), *self._greeting]:
+        for connection in list(self._making):
             shut(connection)
 
     # The first connection to a peer
@@ -178,10 +180,10 @@ class Connector:
 
     def end_attempt(self, peer: Peer) -> bool:
         """Aborts the attempt to make the first connection; returns whether there was one."""
-        connection = self._dialling.get(peer.id)
-        if connection is not None:
+        first = [made for made, to in self._making.copy().items() if to is peer]
+        for connection in first:
             shut(connection)
-        return connection is not None
+        return bool(first)
 
     def _try_to_dial(self, peer: Peer, step: Dial) -> Exception | None:
         """Makes one attempt; returns the error if it failed."""
@@ -194,40 +196,35 @@ class Connector:
         return None
 
     def _dial(self, peer: Peer, terms: Terms, deadline_s: float) -> None:
-        connection = self._open(peer, deadline_s)
-        self._dialling[peer.id] = connection
         descriptors: list[int] = []
-        offered = None if connection.family == socket.AF_UNIX else terms
-        try:
-            self._check_open()
-            handshake = self._begin(connection, deadline_s)
+        with (
+            self._greeted(peer, deadline_s, is_first=True) as (connection, handshake),
+            contextlib.ExitStack() as at_end,
+        ):
+            at_end.callback(close_all, descriptors)
             with peer.state_lock:
                 may_offer = peer.connecting.offer()
             if not may_offer:
                 connection.close()
                 return
+            is_local = connection.family == socket.AF_UNIX
+            offered = None if is_local else terms
             said = Hello.about(Purpose.LINK, peer.id, offered)
-            may_ring = offered is None and self.offers_ring
+            may_ring = is_local and self.offers_ring
             answer = self._ask(handshake, said, self.facts() | {RING: may_ring}, descriptors)
             taken = None
             if may_ring and answer.facts.get(RING) is True:
                 taken = ring.take(descriptors)
             self.channels.meet(peer, connection, answer.facts.get(CAPABILITIES), descriptors)
             peer.ways.confirm(answer.facts.get(VERDICT))
-            if offered is None:
+            if is_local:
                 facts = {VERDICT: peer.ways.verdict(), RING: taken is not None}
                 with self.channels.handed_over(connection) as handed:
                     given = [handed] if handed is not None else []
                     handshake.send(Kind.VERDICT, Greeting(self.worker, facts=facts), given)
             link = self.install(peer, connection, offered, with_ring=taken)
-            if offered is not None:
+            if not is_local:
                 send_verdict(peer, link)
-        except BaseException:
-            connection.close()
-            raise
-        finally:
-            close_all(descriptors)
-            self._dialling.pop(peer.id)
 
     # Further connections
 
@@ -332,30 +329,24 @@ class Connector:
         return connections
 
     @contextlib.contextmanager
-    def _greeted(self, peer: Peer, deadline_s: float) -> Iterator[tuple[socket.socket, Handshake]]:
+    def _greeted(
+        self, peer: Peer, deadline_s: float, *, is_first: bool = False
+    ) -> Iterator[tuple[socket.socket, Handshake]]:
         """Connects and awaits the peer's challenge; closes the connection if the block raises."""
         connection = self._open(peer, deadline_s)
-        self._greeting.add(connection)
+        self._making[connection] = peer if is_first else None
         try:
-            self._check_open()
-            yield connection, self._begin(connection, deadline_s)
+            if self._closed.is_set():  # Then ``close`` may have missed this connection.
+                raise ConnectionAbortedError("this worker has shut down")
+            handshake = Handshake.dial(connection, self.key, deadline_s)
+            if not self.has_secret:  # Only a process of this user is accepted.
+                check_user(connection)
+            yield connection, handshake
         except BaseException:
             connection.close()
             raise
         finally:
-            self._greeting.discard(connection)
-
-    def _check_open(self) -> None:
-        """Raises if closed; called once ``close`` can find a connection that it may have missed."""
-        if self._closed.is_set():
-            raise ConnectionAbortedError("this worker has shut down")
-
-    def _begin(self, connection: socket.socket, deadline_s: float) -> Handshake:
-        """Waits for the challenge; without a secret, accepts only a process of this user."""
-        handshake = Handshake.dial(connection, self.key, deadline_s)
-        if not self.has_secret:
-            check_user(connection)
-        return handshake
+            del self._making[connection]
 
     def _ask(
         self,
@@ -388,7 +379,7 @@ class Connector:
             except (OSError, ProtocolError, ConfigurationError) as error:
                 if not reaching.goes_on_after(text, error):
                     raise
-        raise error_of(reaching.failure, reaching.cause)
+        raise reaching.error()
 
     def _open_at(self, address: addresses.Address, to: int, deadline_s: float) -> socket.socket:
         """Connects to a worker's address, and sends a voucher at once."""
@@ -396,7 +387,7 @@ class Connector:
         if remaining_s <= 0:
             raise OSError("there was no time left to dial")
         try:
-            connection = addresses.dial(address, remaining_s, speaks_first=True)
+            connection = addresses.dial(address, remaining_s)
         except TimeoutError:
             raise ConnectionError(f"no answer within {remaining_s:.1f} s") from None
         voucher = new_voucher(self.key, to)

@@ -19,13 +19,10 @@ can use them to keep workers from finding each other, and no more.
 ``GroupFile`` is the store of an open group in a file, ``file:///path``. PyTorch's file store
 appends each operation to the file, and every process that opens it reads all of them: joining takes
 the longer, the more workers have come before. A record that is half written, since its process was
-killed, makes every later reader spin. Here the file has only the keys that are there. Each change
-writes a new file that takes the place of the old one in one step.
-
-The format is that of PyTorch's file store, since a closed group may try to meet in the same file:
-it must find out that this group is open. So are the locks. Programs also have their process group
-meet in that file. A file store of PyTorch goes on reading where it has stopped, so changes are
-appended, as PyTorch does, for as long as the file has keys of others.
+killed, makes every later reader spin. Here the file has only the keys that are there, and each
+change puts a new file in its place in one step. It is ``/path.open``, beside the file of PyTorch's
+stores: programs have their process group meet in the same path, and a closed group that does must
+be told that this group is open.
 """
 
 from __future__ import annotations
@@ -34,13 +31,13 @@ import contextlib
 import copy
 import fcntl
 import functools
+import json
 import logging
 import os
 import queue
 import re
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -60,22 +57,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from torchweft.engine.protocol import joining
-from torchweft.engine.protocol.joining import (
-    Admission,
-    Check,
-    Get,
-    Glance,
-    Peek,
-    Remove,
-    Request,
-    Set,
-    SetOnce,
-    Sign,
-    Steps,
-    Swap,
-    Verify,
-    Wait,
-)
+from torchweft.engine.protocol.joining import Admission, Request, Steps, Wait
 from torchweft.engine.protocol.registration import Directory, Registration
 from torchweft.engine.threads.reports import Notice, subject_of
 from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout, WeftError
@@ -212,7 +194,6 @@ class SignedStore:
     def __init__(self, store: Any, secret: Secret | None) -> None:
         self._store = store
         self._key = None if secret is None else secret.derive("rendezvous")
-        self.check = store.check
         self.wait = store.wait
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -233,12 +214,13 @@ class SignedStore:
         value = written[len(_PREFIX) + _SIGNATURE_BYTES :] if is_signed else written
         return value.decode(errors="replace")
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Sets a key that is not there; returns its value afterwards. Raises as ``get``."""
-        if expected:
-            raise ValueError("a signed value cannot be compared")
-        there = self._store.compare_set(key, "", self.sign(key, desired))
-        return self.verify(key, bytes(there))
+    def set_once(self, key: str, value: str) -> bytes:
+        """Sets a key unless it is there; returns its value afterwards. Raises as ``get``."""
+        return self.verify(key, bytes(self._store.compare_set(key, "", self.sign(key, value))))
+
+    def has(self, key: str) -> bool:
+        """Returns whether a key is there."""
+        return bool(self._store.check([key]))
 
     def peek(self, key: str) -> bytes | None:
         """Returns the value of a key, None if it is missing; does not wait. Raises as ``get``."""
@@ -264,8 +246,9 @@ class SignedStore:
         signature = self._key.sign(key.encode(), text.encode()).hex()
         return f"{_PREFIX.decode()}{signature}{text}"
 
-    def verify(self, key: str, written: bytes) -> bytes:
+    def verify(self, key: str, written: str | bytes) -> bytes:
         """Returns the value in the output of ``sign``, as bytes. Raises as ``get``."""
+        written = written.encode() if isinstance(written, str) else written
         is_signed = written.startswith(_PREFIX)
         shown = _TOKEN.sub("", key)
         if self._key is None:
@@ -294,11 +277,10 @@ def _split(content: bytes) -> tuple[bytes, bytes]:
     return signature, content[_SIGNATURE_BYTES:]
 
 
-_LENGTH = struct.Struct("<I")
-_REGULAR, _REMOVED = b"/", b"-"
-"""What stands before a key, and before that in a record that removes it."""
 _OWN = b"weft/"
-"""Is in each key of a group; a file store of PyTorch has a key without it from its first moment."""
+"""Is in each key of a group; a process group has no such keys."""
+_OPEN_SUFFIX = ".open"
+"""Follows the path of a store in the name of the file of an open group."""
 
 
 _opened: dict[str, GroupFile] = {}
@@ -311,7 +293,7 @@ class GroupFile(Store):
     """Keeps keys and values in a file; thread-safe, and safe if processes are killed.
 
     Args:
-        path: The path of the file, which is made if it is missing.
+        path: The path of PyTorch's store. Its file, made if it is missing, is the lock.
         timeout_s: How long to wait for the value of a key.
     """
 
@@ -323,12 +305,12 @@ class GroupFile(Store):
             pass  # Finds out whether the file can be made and read.
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._change(lambda values: values.__setitem__(_key(key), _encoded(value)))
+        self._change(lambda values: values.__setitem__(key, _as_text(value)))
 
     def get(self, key: str) -> bytes:
         """Returns the value of a key; waits until the key is there."""
         self.wait([key])
-        return self._change(lambda values: values[_key(key)])
+        return _as_bytes(self._change(lambda values: values[key]))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all keys are there.
@@ -345,9 +327,9 @@ class GroupFile(Store):
             time.sleep(min(_LOOK_AGAIN_S, left_s))
 
     def add(self, key: str, amount: int) -> int:
-        def add_to(values: dict[bytes, bytes]) -> int:
-            total = int(values.get(_key(key), b"0")) + amount
-            values[_key(key)] = str(total).encode()
+        def add_to(values: dict[str, str]) -> int:
+            total = int(values.get(key, "0")) + amount
+            values[key] = str(total)
             return total
 
         return self._change(add_to)
@@ -355,32 +337,33 @@ class GroupFile(Store):
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Behaves like PyTorch's stores: a missing key equals the empty string."""
 
-        def swap(values: dict[bytes, bytes]) -> bytes:
-            current = values.get(_key(key))
-            if (current or b"") == _encoded(expected):
-                values[_key(key)] = _encoded(desired)
-                return _encoded(desired)
-            return _encoded(expected) if current is None else current
+        def swap(values: dict[str, str]) -> str:
+            if values.get(key, "") == _as_text(expected):
+                values[key] = _as_text(desired)
+            return values.get(key, _as_text(expected))
 
-        return self._change(swap)
+        return _as_bytes(self._change(swap))
 
     def deleteKey(self, key: str) -> bool:
         """Removes a key; returns whether it was there."""
-        return self._change(lambda values: values.pop(_key(key), None) is not None)
+        return self._change(lambda values: values.pop(key, None) is not None)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._change(lambda values: all(_key(key) in values for key in keys))
+        return self._change(lambda values: all(key in values for key in keys))
 
-    def _change(self, change: Callable[[dict[bytes, bytes]], T]) -> T:
+    def _change(self, change: Callable[[dict[str, str]], T]) -> T:
         """Lets ``change`` read and change the values, and writes them if they are others then."""
+        path = self.path + _OPEN_SUFFIX
         with self._locked() as file:
-            values = _values_in(file, self.path)
+            if _OWN in os.pread(file, os.fstat(file).st_size, 0):
+                raise joining.mixed(joining.CLOSED)
+            values = _values_in(path)
             before = dict(values)
             result = change(values)
-            if values != before and all(_OWN in key for key in before):
-                self._write(values)
-            elif values != before:
-                _append(file, before, values)
+            if values != before:
+                with open(f"{path}.new", "w") as new:
+                    json.dump(values, new)
+                os.replace(new.name, path)
         return result
 
     @contextlib.contextmanager
@@ -405,60 +388,28 @@ class GroupFile(Store):
         except FileNotFoundError:
             return False
 
-    def _write(self, values: dict[bytes, bytes]) -> None:
-        new = self.path + ".new"
-        parts = [part for pair in values.items() for each in pair for part in _record(each)]
-        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        with open(file, "wb") as writing:
-            writing.write(b"".join(parts))
-        os.replace(new, self.path)
 
-
-def _append(file: int, before: dict[bytes, bytes], values: dict[bytes, bytes]) -> None:
-    """Writes what has changed behind the other records, in one step."""
-    changed = [pair for pair in values.items() if before.get(pair[0]) != pair[1]]
-    changed += [(_REMOVED + key, b"") for key in before if key not in values]
-    content = b"".join(part for pair in changed for each in pair for part in _record(each))
-    os.pwrite(file, content, os.fstat(file).st_size)
-
-
-def _record(text: bytes) -> tuple[bytes, bytes]:
-    return _LENGTH.pack(len(text)), text
-
-
-def _values_in(file: int, path: str) -> dict[bytes, bytes]:
-    """Returns the values in an open file, by key.
-
-    Raises:
-        RendezvousError: It is damaged, or has something else in it.
-    """
-    content = os.pread(file, os.fstat(file).st_size, 0)
-    texts: list[bytes] = []
-    place = 0
-    while place + _LENGTH.size <= len(content):
-        (length,) = _LENGTH.unpack_from(content, place)
-        place += _LENGTH.size + length
-        texts.append(content[place - length : place])
-    if place != len(content) or len(texts) % 2:
+def _values_in(path: str) -> dict[str, str]:
+    """Returns the values in the file of an open group, by key."""
+    try:
+        with open(path) as file:
+            values: dict[str, str] = json.load(file)
+            return values
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
         raise RendezvousError(
-            f"the file {path!r} is no rendezvous store, or is damaged: a process was killed as it "
-            "wrote to it. Remove it, or choose another one"
-        )
-    values: dict[bytes, bytes] = {}
-    for key, value in zip(texts[::2], texts[1::2], strict=True):
-        if key.startswith(_REMOVED):
-            values.pop(key[len(_REMOVED) :], None)
-        else:
-            values[key] = value
-    return values
+            f"the file {path!r} is no rendezvous store. Remove it, or choose another one"
+        ) from error
 
 
-def _key(key: str) -> bytes:
-    return _REGULAR + key.encode()
+def _as_text(value: str | bytes) -> str:
+    """Returns bytes as a text of one character each."""
+    return (value.encode() if isinstance(value, str) else value).decode("latin-1")
 
 
-def _encoded(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+def _as_bytes(text: str) -> bytes:
+    return text.encode("latin-1")
 
 
 # How the workers of a group find each other
@@ -493,8 +444,11 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     """
     method = init_method or "env://"
     _check_method(method)
-    if world_size is None and urlsplit(method).scheme == "file":
-        return _open_group_file(method, timeout_s)
+    if urlsplit(method).scheme == "file":
+        if world_size is None:
+            return _open_group_file(method, timeout_s)
+        if os.path.exists(urlsplit(method).path + _OPEN_SUFFIX):
+            raise joining.mixed(joining.OPEN)
     separator = "&" if "?" in method else "?"
     # Rank 0 must not wait here for all workers: it could not name the missing ones. Only a file
     # store needs the number of workers: the last worker removes the file.
@@ -764,28 +718,15 @@ def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:
         return result
 
 
-_OPERATIONS: dict[type[Any], Callable[[Any, Any], Any]] = {
-    Set: lambda store, asked: store.set(asked.key, asked.value),
-    Get: lambda store, asked: bytes(store.get(asked.key)),
-    Glance: lambda store, asked: store.glance(asked.key),
-    Check: lambda store, asked: bool(store.check([asked.key])),
-    Peek: lambda store, asked: store.peek(asked.key),
-    Swap: lambda store, asked: store.swap(asked.key, asked.expected, asked.desired),
-    Sign: lambda store, asked: store.sign(asked.key, asked.value),
-    Verify: lambda store, asked: store.verify(asked.key, asked.text.encode()),
-    Remove: lambda store, asked: store.remove(asked.key),
-    SetOnce: lambda store, asked: bytes(store.compare_set(asked.key, "", asked.value)),
-}
-
-
-def perform(store: Any, request: Request) -> Any:
+def perform(store: SignedStore, request: Request) -> Any:
     """Performs one operation of a rendezvous store."""
     if isinstance(request, Wait):
         return _wait(store, request.key, request.limit_s)
-    return _OPERATIONS[type(request)](store, request)
+    assert isinstance(request, joining.Ask)
+    return getattr(store, request.operation)(request.key, *request.values)
 
 
-def _missing_of(store: Any, keys: Sequence[str]) -> str:
+def _missing_of(store: SignedStore, keys: Sequence[str]) -> str:
     """Describes the workers that an incomplete group waits for; each rank has one of the keys."""
     missing = [f"rank {rank}" for rank, key in enumerate(keys) if not _is_there(store, key)]
     if not missing:
@@ -793,7 +734,7 @@ def _missing_of(store: Any, keys: Sequence[str]) -> str:
     return f"{', '.join(missing)} of {len(keys)} to join"
 
 
-def _wait(store: Any, key: str, timeout_s: float) -> bool:
+def _wait(store: SignedStore, key: str, timeout_s: float) -> bool:
     """Returns whether ``key`` is there in time; looks once even if the time is already up."""
     end_s = time.monotonic() + timeout_s
     if timeout_s > 2 * _ROUNDING_S:
@@ -814,9 +755,9 @@ def _wait(store: Any, key: str, timeout_s: float) -> bool:
     return True
 
 
-def _is_there(store: Any, key: str) -> bool:
+def _is_there(store: SignedStore, key: str) -> bool:
     try:
-        return bool(store.check([key]))
+        return store.has(key)
     except RendezvousTimeout:
         raise
     except (RuntimeError, ValueError):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tests.thorough import examples
 from torchweft.engine.protocol.connecting import (
-    CROSSING_S,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     Answer,
@@ -89,9 +88,7 @@ def test_while_the_other_side_connects_this_one_waits_and_then_dials() -> None:
     assert machine.state is State.CROSSING
     assert machine.go_on(5.0) == Wait(5.0 + FIRST_PAUSE_S)
     machine.accept_failed()
-    paused = machine.go_on(5.1)
-    assert paused == Wait(5.1 + FIRST_PAUSE_S)
-    assert isinstance(machine.go_on(5.2), Dial)
+    assert isinstance(machine.go_on(5.1), Dial)
     assert machine.state is State.DIALLING
 
 
@@ -127,15 +124,13 @@ def test_an_offer_stands_although_its_caller_has_given_up() -> None:
     assert machine.hello(ME, THEIRS) == Answer(Verdict.REFUSE, "crossed")
 
 
-def test_a_crossed_connection_is_awaited_for_a_moment() -> None:
+def test_after_a_crossed_connection_this_side_pauses_and_dials_again() -> None:
     machine = wanting(HIGHER)
     machine.offer()
     assert machine.dial_failed(1.0, Failure.CROSSED, "crossed") == Wait(1.0 + FIRST_PAUSE_S)
-    assert machine.state is State.CROSSING
-    assert machine.go_on(1.0 + CROSSING_S) == Wait(1.0 + CROSSING_S + FIRST_PAUSE_S)
-    assert isinstance(machine.go_on(1.1 + CROSSING_S), Wait)
-    assert machine.state is State.DIALLING
     assert machine.go_on(2.0) == Dial(Terms("ours", True, 2), 2.0 + TIMEOUT_S)
+    machine.adopt(2.1, Terms("theirs", False, 1), PATIENCE)
+    assert machine.dial_failed(2.2, Failure.CROSSED, "crossed") == Done()
 
 
 @pytest.mark.parametrize("failure", [Failure.REFUSED, Failure.GONE])
@@ -155,7 +150,7 @@ def test_a_peer_that_lives_is_dialled_until_the_deadline(failure: Failure) -> No
             assert isinstance(step, Wait)
             now_s = step.until_s
             step = machine.go_on(now_s)
-    assert now_s > 100.0 - LONGEST_PAUSE_S - CROSSING_S
+    assert now_s > 100.0 - LONGEST_PAUSE_S
     assert dials > 50
 
 

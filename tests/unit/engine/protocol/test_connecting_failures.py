@@ -20,7 +20,6 @@ from torchweft.engine.protocol.connecting import (
     Terms,
     Wait,
     check_welcome,
-    error_of,
     failure_of,
     no_connection,
 )
@@ -46,13 +45,6 @@ from torchweft.errors import ConfigurationError, ProtocolError, TlsError
 )
 def test_an_error_has_a_meaning(error: Exception, failure: Failure) -> None:
     assert failure_of(error) is failure
-
-
-@pytest.mark.parametrize("failure", [Failure.GONE, Failure.REFUSED, Failure.BROKEN])
-def test_the_error_of_a_failure_has_its_meaning(failure: Failure) -> None:
-    error = error_of(failure, "why")
-    assert failure_of(error) is failure
-    assert str(error) == "why"
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,10 @@ def test_a_greeting_arrives_as_it_was(hello: Hello) -> None:
         {"purpose": []},
         {"to": "x"},
         {"session": 3, "attempt": 1},
-        {"session": "x"},
         {"session": "x", "attempt": True},
-        {"purpose": "resume", "session": "x", "attempt": 1},
         {"purpose": "resume", "session": "x", "attempt": 1, "position": -1},
-        {"purpose": "resume", "session": "x", "position": 1},
-        {"purpose": "data"},
-        {"purpose": "data", "set": 1.5},
+        {"purpose": "data", "set_number": 1.5},
+        {"purpose": "observe", "question": []},
     ],
 )
 def test_a_greeting_without_sense_is_an_error(facts: dict[str, Any]) -> None:

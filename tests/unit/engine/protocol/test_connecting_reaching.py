@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.tables import cases
-from torchweft.engine.protocol.connecting import Failure, Means, Outcome, Reaching
+from torchweft.engine.protocol.connecting import Failure, Means, Reaching, failure_of
 from torchweft.engine.protocol.registration import HOST, NETWORK
 from torchweft.errors import ConfigurationError, ProtocolError, TlsError
 
@@ -19,22 +19,23 @@ ALL = Means(has_secret=True, has_tls=False, uses_unix=True)
     ("outcomes", "others", "failure"),
     [
         ([], HERE, Failure.REFUSED),
-        ([Outcome.REFUSED], HERE, Failure.GONE),
-        ([Outcome.REFUSED, Outcome.REFUSED], HERE, Failure.GONE),
-        ([Outcome.REFUSED], ELSEWHERE, Failure.REFUSED),
-        ([Outcome.REFUSED], {}, Failure.REFUSED),
-        ([Outcome.REFUSED, Outcome.UNSUITABLE], HERE, Failure.REFUSED),
-        ([Outcome.UNSUITABLE], HERE, Failure.REFUSED),
-        ([Outcome.REFUSED, Outcome.UNANSWERED], HERE, Failure.BROKEN),
+        ([Failure.GONE], HERE, Failure.GONE),
+        ([Failure.GONE, Failure.GONE], HERE, Failure.GONE),
+        ([Failure.GONE], ELSEWHERE, Failure.REFUSED),
+        ([Failure.GONE], {}, Failure.REFUSED),
+        ([Failure.GONE, Failure.REFUSED], HERE, Failure.REFUSED),
+        ([Failure.REFUSED], HERE, Failure.REFUSED),
+        ([Failure.GONE, Failure.BROKEN], HERE, Failure.BROKEN),
     ],
 )
 def test_what_failed_addresses_mean(
-    outcomes: list[Outcome], others: dict[str, Any], failure: Failure
+    outcomes: list[Failure], others: dict[str, Any], failure: Failure
 ) -> None:
     reaching = Reaching(HERE, others, ALL)
     for outcome in outcomes:
         reaching.failed("tcp:x:1", outcome, "why")
     assert reaching.failure is failure
+    assert failure_of(reaching.error()) is failure
 
 
 @pytest.mark.parametrize(
@@ -64,29 +65,29 @@ def test_a_listener_that_is_silent_or_speaks_nonsense_ends_the_attempt(error: Ex
 
 def test_nothing_is_known_of_a_network_that_has_no_name() -> None:
     reaching = Reaching({}, {}, ALL)
-    reaching.failed("tcp:x:1", Outcome.REFUSED, "why")
+    reaching.failed("tcp:x:1", Failure.GONE, "why")
     assert reaching.failure is Failure.REFUSED
 
 
 def test_the_cause_names_the_addresses_that_tell_anything() -> None:
     reaching = Reaching({}, {}, ALL)
     assert reaching.cause == "none of its addresses can be reached from here"
-    reaching.failed("unix:@a", Outcome.REFUSED, "refused")
+    reaching.failed("unix:@a", Failure.GONE, "refused")
     assert reaching.cause == "unix:@a: refused"
-    reaching.failed("tcp:x:1", Outcome.UNANSWERED, "no route")
+    reaching.failed("tcp:x:1", Failure.BROKEN, "no route")
     assert reaching.cause == "tcp:x:1: no route"
     gone = Reaching(HERE, HERE, ALL)
-    gone.failed("unix:@a", Outcome.REFUSED, "refused")
+    gone.failed("unix:@a", Failure.GONE, "refused")
     assert "its process has ended" in gone.cause
 
 
 def test_the_cause_advises_what_makes_another_host_reachable() -> None:
     reaching = Reaching(HERE, ELSEWHERE, ALL)
-    reaching.failed("tcp:x:1", Outcome.UNANSWERED, "no route")
+    reaching.failed("tcp:x:1", Failure.BROKEN, "no route")
     assert "on host 'two', this worker on 'one': on each, set the variable" in reaching.cause
     assert "WEFT_LISTEN" in reaching.cause
     near = Reaching(HERE, HERE, ALL)
-    near.failed("tcp:x:1", Outcome.UNANSWERED, "no route")
+    near.failed("tcp:x:1", Failure.BROKEN, "no route")
     assert near.cause == "tcp:x:1: no route"
 
 

@@ -77,7 +77,7 @@ class Pair:
     def is_settled(self) -> bool:
         """Whether, in addition, no further connection is being made or about to be."""
         agents = self.dialler.agent, self.acceptor.agent
-        making = [each._connector._dialling or each._connector._greeting for each in agents]
+        making = [each._connector._making for each in agents]
         return self.is_sound and not any(making) and not any(each.reactor.busy for each in agents)
 
     def lost(self) -> list[str]:

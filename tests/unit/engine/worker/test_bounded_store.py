@@ -12,7 +12,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore  # type: ignore[
 
 from torchweft.engine.protocol.registration import Registration
 from torchweft.engine.worker import rendezvous
-from torchweft.engine.worker.rendezvous import BoundedStore, join, place_of, within
+from torchweft.engine.worker.rendezvous import BoundedStore, SignedStore, join, place_of, within
 from torchweft.errors import RendezvousTimeout
 
 LIMIT_S = 20.0
@@ -94,7 +94,7 @@ def test_joining_ends_in_time_whenever_the_store_becomes_silent(rank: int, answe
     me = Registration("me", rank, ("unix:@x",))
     began_s = time.monotonic()
     with pytest.raises(RendezvousTimeout, match="does not answer for"):
-        join(BoundedStore(silent, 0.2), me, 3, 0.2, deque(maxlen=1))
+        join(SignedStore(BoundedStore(silent, 0.2), None), me, 3, 0.2, deque(maxlen=1))
     assert time.monotonic() - began_s < 3.0
     silent.go_on.set()
 

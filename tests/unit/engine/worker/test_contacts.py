@@ -404,10 +404,10 @@ def test_a_network_that_comes_back_in_time_is_no_loss(
 ) -> None:
     tries: list[int] = []
 
-    def flaky(address: addresses.Address, timeout_s: float, *, speaks_first: bool) -> socket.socket:
+    def flaky(address: addresses.Address, timeout_s: float) -> socket.socket:
         tries.append(1)
         if len(tries) > 4:
-            return dial(address, timeout_s, speaks_first=speaks_first)
+            return dial(address, timeout_s)
         return unreachable()
 
     dial = addresses.dial

@@ -26,7 +26,7 @@ def test_the_file_has_the_keys_that_are_there(tmp_path: Path) -> None:
         assert store.deleteKey(f"weft/0/{number}")
     store.set("weft/0/last", b"value")
     assert GroupFile(str(tmp_path / "group"), LIMIT_S).get("weft/0/last") == b"value"
-    assert os.path.getsize(tmp_path / "group") < 100
+    assert os.path.getsize(tmp_path / "group.open") < 100
 
 
 def test_a_process_group_may_meet_in_the_same_file(tmp_path: Path) -> None:
@@ -38,21 +38,24 @@ def test_a_process_group_may_meet_in_the_same_file(tmp_path: Path) -> None:
     for number in range(30):
         theirs.set(f"theirs/{number}", str(number))
         ours.set("weft/0/ids", "x" * number)
-        ours.set(f"weft/0/member/{number}", str(number))
-        if number % 2:
-            assert ours.deleteKey(f"weft/0/member/{number - 1}")
-        assert theirs.get(f"weft/0/member/{number}") == str(number).encode()
-        assert theirs.get("weft/0/ids") == b"x" * number
-        assert ours.get(f"theirs/{number}") == str(number).encode()
+        assert ours.get("weft/0/ids") == b"x" * number
+        assert theirs.get(f"theirs/{number}") == str(number).encode()
         assert ours.add("weft/0/count", 2) == 2 * number + 2
-    assert theirs.check(["weft/0/member/1"])
-    assert not theirs.check(["weft/0/member/0"])
     assert ours.compare_set("weft/0/ids", "x" * 29, "y") == b"y"
-    assert theirs.get("weft/0/ids") == b"y"
+    assert not ours.check(["theirs/1"])
+
+
+def test_a_closed_group_in_the_same_file_is_told(tmp_path: Path) -> None:
+    FileStore(str(tmp_path / "closed"), -1).set("weft/0/kind", "closed")
+    with pytest.raises(RendezvousError, match=r"mixes statically.*is closed"):
+        GroupFile(str(tmp_path / "closed"), LIMIT_S).set("weft/0/ids", "1")
+    GroupFile(str(tmp_path / "open"), LIMIT_S).set("weft/0/ids", "1")
+    with pytest.raises(RendezvousError, match=r"mixes statically.*is open"):
+        open_store(f"file://{tmp_path}/open", 0, 2, LIMIT_S)
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("this is no store\n")
+    (tmp_path / "text.open").write_text("this is no store\n")
     with pytest.raises(RendezvousError, match="no rendezvous store"):
         GroupFile(str(tmp_path / "text"), LIMIT_S).set("weft/0/ids", "1")
 

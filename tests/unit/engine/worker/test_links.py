@@ -154,12 +154,12 @@ def test_a_worker_that_answers_that_it_dials_itself_is_not_lost(over: str) -> No
     with group_of(2, over=over) as (first, second):
         first.start()
         second.start()
-        first.agent._connector.timeout_s = 0.1
+        first.agent._connector.timeout_s = 0.5
         connecting = second.peer(first).connecting
         connecting.want(time.monotonic(), math.inf, LIMIT_S, "a session")
         assert connecting.offer()
         assert connecting.state is State.DIALLING
-        gives_up = threading.Timer(0.6, make_offer_void, (second.peer(first),))
+        gives_up = threading.Timer(1.2, make_offer_void, (second.peer(first),))
         gives_up.start()
         link = first.agent.connect(first.peer(second), time.monotonic() + LIMIT_S)
         gives_up.join()
@@ -187,7 +187,7 @@ def test_an_attempt_that_is_not_the_latest_does_not_disturb(pair: Pair, attempt:
     assert pair.links[1].resumption_count == 0
 
 
-@pytest.mark.parametrize("position", [-1, None, "0", True])
+@pytest.mark.parametrize("position", [-1, "0", True])
 def test_a_position_that_is_none_does_not_disturb(pair: Pair, position: object) -> None:
     facts = {
         "purpose": "resume",

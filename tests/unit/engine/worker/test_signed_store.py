@@ -24,7 +24,7 @@ def test_what_one_writes_another_reads(plain: HashStore, secret: Secret | None) 
     SignedStore(plain, secret).set("key", VALUE)
     reader = SignedStore(plain, secret)
     reader.wait(["key"], timedelta(seconds=1))
-    assert reader.check(["key"])
+    assert reader.has("key")
     assert reader.get("key") == VALUE
 
 
@@ -36,11 +36,9 @@ def test_without_a_secret_nothing_is_changed(plain: HashStore) -> None:
 @pytest.mark.parametrize("secret", [SECRET, None])
 def test_whoever_comes_first_is_read_by_all(plain: HashStore, secret: Secret | None) -> None:
     first, second = SignedStore(plain, secret), SignedStore(plain, secret)
-    assert first.compare_set("token", "", "first") == b"first"
-    assert second.compare_set("token", "", "second") == b"first"
+    assert first.set_once("token", "first") == b"first"
+    assert second.set_once("token", "second") == b"first"
     assert second.get("token") == b"first"
-    with pytest.raises(ValueError, match="cannot be compared"):
-        second.compare_set("token", "first", "third")
 
 
 def test_what_a_stranger_writes_is_refused(plain: HashStore) -> None:
@@ -55,7 +53,7 @@ def test_what_a_stranger_writes_is_refused(plain: HashStore) -> None:
             store.get("key")
         if content:  # An empty value counts as missing, and may be set.
             with pytest.raises(RendezvousError, match="WEFT_SECRET_FILE"):
-                store.compare_set("key", "", "mine")
+                store.set_once("key", "mine")
     plain.set("key", signed)
     assert store.get("key") == VALUE
 

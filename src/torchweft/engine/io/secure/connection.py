@@ -1,42 +1,44 @@
-"""A TCP connection under TLS, with the interface of a connected socket.
+"""A TCP connection under TLS, with the interface of a connected socket; and its handshake.
 
-Differences from a socket:
+``ssl.SSLSocket`` never waits here, and each call of it is made under a lock, because OpenSSL allows
+one thread at a time. The waiting is done outside, so a reader and a writer do not hold each other
+up. Differences from a plain socket:
 
-- *Held back*. Encrypted bytes cannot be taken back, but the socket may have no room for all of the
-  ciphertext. The writer must then call again, or the end of the ciphertext would never be sent. So
-  the last byte of the plaintext is reported as not sent until all ciphertext is out. The writer,
-  like every writer of a stream, continues with the first byte that was not reported as sent.
-- *Pending*. Ciphertext is received in larger pieces than the reader has room for. A reader that
-  waits for the descriptor must check ``pending`` first: ``epoll`` does not report what is already
-  in memory.
-- A receive that does not wait, or has ``SO_RCVTIMEO`` set, asks the socket once. If that does not
-  complete a record, it finds nothing, as if nothing had arrived.
+- A writer whose data could not be sent must continue with the same bytes, as every writer of a
+  stream does: OpenSSL has encrypted the first of them already.
+- *Pending*. A reader that waits for the descriptor must check ``pending`` first: ``epoll`` does not
+  report what is already decrypted.
+- A receive that does not wait, or has ``SO_RCVTIMEO`` set, finds nothing unless a whole record
+  arrives in time.
 
-``TlsStream`` is one TLS connection without a socket: ciphertext in and out, plaintext in and out.
-TLS failures become messages that name the cause and a remedy.
+In the handshake both sides prove who they are, within a time limit. In TLS 1.3 the client is done
+before the server has checked its certificate; it would learn of a refusal only at some later read.
+So the server's first byte confirms acceptance: a connection that ``secure_client`` returns has been
+accepted. TLS failures become messages that name the cause and a remedy.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from _thread import allocate_lock
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torchweft.closing import Closing
+from torchweft.engine.io.secure.options import PROTOCOL, TlsOptions, check_name, names_of
 from torchweft.engine.wire.frames import Buffer
 from torchweft.errors import NotSupported, TlsError
 
 _DONTWAIT = socket.MSG_DONTWAIT
 _RECORD_BYTES = 16 << 10
-_PIECE_BYTES = 8 * _RECORD_BYTES
-"""Bytes encrypted at once; other threads cannot decrypt meanwhile."""
-_RECEIVE_BYTES = 128 << 10
-_NOTHING = memoryview(b"")
+_ACCEPTED = b"\1"
 
 CUT_OFF = "the connection was cut off: it ended without the other side's farewell"
 
@@ -46,25 +48,25 @@ class SecureConnection(Closing):
 
     Args:
         connection: The connected socket; owned from here on.
-        stream: The TLS stream, with the handshake done.
+        tls: The same connection under TLS, with the handshake done; owned from here on.
     """
 
-    def __init__(self, connection: socket.socket, stream: TlsStream) -> None:
+    def __init__(self, connection: socket.socket, tls: ssl.SSLSocket) -> None:
         self._socket = connection
-        self._stream = stream
+        self._tls = tls
+        self._lock = allocate_lock()
         self._writing = threading.Lock()
-        self._unsent = _NOTHING
-        self._held_back = -1
-        """The byte that was encrypted and not reported as sent; -1 for none."""
-        self._inbox = memoryview(bytearray(_RECEIVE_BYTES))
-        self._has_tick = False
+        self._failure = ""
+        self._tick_s = math.inf
+        self._timeout_s = connection.gettimeout()
         self.family = connection.family
-        self.settimeout(connection.gettimeout())
+        tls.setblocking(False)
+        connection.setblocking(False)
 
     # Writing
 
     def send(self, data: Buffer, flags: int = 0) -> int:
-        """Encrypts and sends; returns how many bytes are out (see *held back* above)."""
+        """Encrypts and sends; returns how many bytes are out."""
         return self.sendmsg((data,), (), flags)
 
     def sendmsg(
@@ -78,76 +80,46 @@ class SecureConnection(Closing):
             ConnectionError: The connection has ended.
         """
         _check(flags, ancillary)
+        deadline_s = self._deadline_s(flags)
+        sent = 0
         with self._writing:
-            return self._send(parts, flags, self._deadline(flags))
+            for piece in _pieces(parts):
+                size = self._write(memoryview(piece), deadline_s)
+                sent += size
+                if size < len(piece):
+                    if not sent:
+                        raise self._nothing_done(flags)
+                    break
+        return sent
 
     def sendall(self, data: Buffer, flags: int = 0) -> None:
         """Sends all of ``data``; the timeout bounds the whole call."""
         _check(flags)
-        rest = memoryview(data)
         with self._writing:
-            deadline_s = self._deadline(flags)
-            while rest:
-                rest = rest[self._send((rest,), flags, deadline_s) :]
+            if self._write(memoryview(data), self._deadline_s(flags)) < len(data):
+                raise self._nothing_done(flags)
 
-    def _send(self, parts: Iterable[Buffer], flags: int, deadline_s: float | None) -> int:
-        taken = 0
-        if self._held_back >= 0 or self._unsent:
-            if not self._push(flags, deadline_s):
-                raise _nothing_done(deadline_s)
-            if self._held_back >= 0:
-                parts = self._behind_held_back(parts)
-                taken = 1
-        for piece in _pieces(parts):
-            self._stream.encrypt(piece)
-            taken += len(piece)
-            if not self._push(flags, deadline_s):
-                self._held_back = piece[-1]
-                if taken == 1:
-                    raise _nothing_done(deadline_s)
-                return taken - 1
-        return taken
-
-    def _behind_held_back(self, parts: Iterable[Buffer]) -> list[Buffer]:
-        """Returns ``parts`` without the held-back byte, which has been sent."""
-        rest = [part for part in parts if len(part)]
-        if not rest or rest[0][0] != self._held_back:
-            raise BrokenPipeError("the writer did not go on where it had stopped")
-        self._held_back = -1
-        rest[0] = memoryview(rest[0])[1:]
-        return rest
-
-    def _push(self, flags: int, deadline_s: float | None) -> bool:
-        """Sends all pending ciphertext; returns False if some is left."""
-        while True:
-            if not self._unsent:
-                self._unsent = memoryview(self._stream.take())
-                if not self._unsent:
-                    return True
+    def _write(self, data: memoryview, deadline_s: float) -> int:
+        """Sends until the deadline; returns how many bytes are out."""
+        sent = 0
+        while sent < len(data):
             try:
-                size = self._socket.send(self._unsent, flags)
-            except BlockingIOError:
-                if not self._wait(select.POLLOUT, deadline_s):
-                    return False
-                continue
-            self._unsent = self._unsent[size:]
-
-    def _push_aside(self) -> None:
-        """Sends output that reading has caused, if possible now; otherwise a later write does."""
-        if self._writing.acquire(False):
-            try:
-                self._push(_DONTWAIT, None)
-            except OSError:
-                pass  # The next read or write reports it.
-            finally:
-                self._writing.release()
+                with self._lock:
+                    sent += self._tls.write(data[sent : sent + _RECORD_BYTES])
+            except (ssl.SSLWantWriteError, ssl.SSLWantReadError) as wants:
+                if not self._wait(wants, deadline_s):
+                    break
+            except (OSError, ValueError) as error:
+                raise broken(error) from error
+        return sent
 
     # Reading
 
     @property
     def pending(self) -> bool:
-        """Whether a receive may find something without asking the socket."""
-        return not self._stream.is_dry
+        """Whether a receive finds something without asking the socket."""
+        with self._lock:
+            return bool(self._tls.pending())
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         """Receives and decrypts at most ``size`` bytes; returns none at the end."""
@@ -174,47 +146,50 @@ class SecureConnection(Closing):
 
     def _receive(self, spaces: Sequence[memoryview], flags: int) -> int:
         _check(flags)
-        if not any(map(len, spaces)):
-            return 0
-        stream, deadline_s = self._stream, self._deadline(flags)
-        asks_once = self._timeout_s == 0 or bool(flags) or self._has_tick
-        is_asked = False
-        while True:
-            if not stream.is_dry:
-                size = stream.decrypt_into(spaces)
-                if stream.has_output:
-                    self._push_aside()
-                if size:
-                    return size
-            if stream.has_ended:
-                return 0
-            if is_asked and asks_once:
-                raise BlockingIOError("no record is complete")
-            self._receive_ciphertext(flags, deadline_s)
-            is_asked = True
+        deadline_s = min(self._deadline_s(flags), time.monotonic() + self._tick_s)
+        total = 0
+        for space in spaces:
+            while space:
+                count = self._read(space, -math.inf if total else deadline_s)
+                if count is None and not total:
+                    raise self._nothing_received(flags)
+                if not count:
+                    return total
+                total += count
+                # A record that is not full is likely the last one that is there.
+                if count < min(_RECORD_BYTES, len(space)):
+                    return total
+                space = space[count:]
+        return total
 
-    def _receive_ciphertext(self, flags: int, deadline_s: float | None) -> None:
-        # Checked even if data arrives: empty records may keep arriving for ever.
-        if deadline_s is not None and time.monotonic() >= deadline_s:
-            raise TimeoutError("timed out")
-        try:
-            size = self._socket.recv_into(self._inbox, 0, flags)
-        except BlockingIOError:
-            if deadline_s is None:
-                raise
-            if not self._wait(select.POLLIN, deadline_s):
-                raise TimeoutError("timed out") from None
-            return
-        if not size:
-            raise ConnectionResetError(CUT_OFF)
-        self._stream.feed(self._inbox[:size])
+    def _read(self, space: memoryview, deadline_s: float) -> int | None:
+        """Fills a space from one record; returns 0 at the end, None if there is none in time."""
+        while not self._failure:
+            try:
+                with self._lock:
+                    # With a buffer, it returns the number of bytes.
+                    return self._tls.read(len(space), space)  # type: ignore[return-value, arg-type, unused-ignore]
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as wants:
+                if not self._wait(wants, deadline_s):
+                    return None
+            except ssl.SSLZeroReturnError:
+                return 0
+            except (OSError, ValueError) as error:
+                # What was decrypted before the failure is valid, and is returned first.
+                self._failure = str(broken(error))
+        return None
+
+    def _nothing_received(self, flags: int) -> OSError:
+        if self._failure:
+            return ConnectionResetError(self._failure)
+        if self._tick_s < math.inf and not self._timeout_s:
+            return BlockingIOError("no record is complete")
+        return self._nothing_done(flags)
 
     # Waiting
 
     def settimeout(self, timeout_s: float | None) -> None:
         """Bounds each later call; None for no bound, 0 for calls that never wait."""
-        # With a bound the socket itself is non-blocking: two threads may wait, each its own time.
-        self._socket.setblocking(timeout_s is None)
         self._timeout_s = timeout_s
 
     def gettimeout(self) -> float | None:
@@ -225,19 +200,27 @@ class SecureConnection(Closing):
         """Makes later calls wait without bound, or not at all."""
         self.settimeout(None if blocks else 0.0)
 
-    def _deadline(self, flags: int) -> float | None:
-        return None if flags or not self._timeout_s else time.monotonic() + self._timeout_s
+    def _deadline_s(self, flags: int) -> float:
+        """Returns until when a call may wait; in the past if it may not."""
+        if flags or self._timeout_s == 0:
+            return -math.inf
+        return math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
 
-    def _wait(self, event: int, deadline_s: float | None) -> bool:
+    def _wait(self, wants: ssl.SSLError, deadline_s: float) -> bool:
         """Waits for the socket until the deadline; returns whether it became ready."""
-        if deadline_s is None:
+        # Checked even if data arrives: empty records may keep arriving for ever.
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
             return False
-        remaining_s = deadline_s - time.monotonic()
-        if remaining_s <= 0:
-            return False
+        is_read = isinstance(wants, ssl.SSLWantReadError)
         poll = select.poll()
-        poll.register(self._socket, event)
-        return bool(poll.poll(remaining_s * 1e3))
+        poll.register(self._socket, select.POLLIN if is_read else select.POLLOUT)
+        return bool(poll.poll(None if math.isinf(left_s) else left_s * 1e3))
+
+    def _nothing_done(self, flags: int) -> OSError:
+        if flags or not self._timeout_s:
+            return BlockingIOError("the socket is full, or no record is complete")
+        return TimeoutError("timed out")
 
     # The socket
 
@@ -253,7 +236,8 @@ class SecureConnection(Closing):
         """Sets an option of the socket."""
         self._socket.setsockopt(level, option, value)
         if (level, option) == (socket.SOL_SOCKET, socket.SO_RCVTIMEO):
-            self._has_tick = True
+            seconds, microseconds = struct.unpack("ll", cast(bytes, value))
+            self._tick_s = seconds + microseconds / 1e6
 
     def getsockopt(self, level: int, option: int, *size: int) -> Any:
         """Returns an option of the socket."""
@@ -282,21 +266,17 @@ class SecureConnection(Closing):
         self._socket.shutdown(how)
 
     def close(self) -> None:
-        """Ends the connection and frees its descriptor. Only when no thread uses it any more."""
+        """Ends the connection and frees its descriptors. Only when no thread uses it any more."""
         self._say_farewell()
+        self._tls.close()
         self._socket.close()
 
     def _say_farewell(self) -> None:
         """Tells the peer that it has received everything, if the socket has room now."""
-        if self._held_back < 0 and self._writing.acquire(False):
-            try:
-                if self._push(_DONTWAIT, None):
-                    self._stream.say_farewell()
-                    self._push(_DONTWAIT, None)
-            except OSError:
-                pass  # The peer ended it first.
-            finally:
-                self._writing.release()
+        # It waits for the peer's farewell, or there is no peer to tell; or a record is on its way,
+        # and the peer has not received everything.
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._tls.unwrap()
 
 
 def _check(flags: int, ancillary: object = None) -> None:
@@ -307,33 +287,138 @@ def _check(flags: int, ancillary: object = None) -> None:
         )
 
 
-def _nothing_done(deadline_s: float | None) -> OSError:
-    return (
-        BlockingIOError("the socket is full") if deadline_s is None else TimeoutError("timed out")
-    )
-
-
 def _pieces(parts: Iterable[Buffer]) -> Iterator[Buffer]:
-    """Yields all bytes in order: small parts joined, large parts cut, no piece empty."""
-    together: list[Buffer] = []
-    together_bytes = 0
+    """Yields all bytes in order: small parts joined, large parts as they are, no piece empty."""
+    together = bytearray()
     for part in parts:
-        size = len(part)
-        if together_bytes + size <= _RECORD_BYTES:
-            together.append(part)
-            together_bytes += size
-            continue
-        if together_bytes:
-            yield b"".join(together)
-        together, together_bytes = [], 0
-        if size <= _RECORD_BYTES:
-            together, together_bytes = [part], size
-            continue
-        whole = memoryview(part)
-        for start in range(0, size, _PIECE_BYTES):
-            yield whole[start : start + _PIECE_BYTES]
-    if together_bytes:
-        yield together[0] if len(together) == 1 else b"".join(together)
+        if together and len(together) + len(part) > _RECORD_BYTES:
+            yield together
+            together = bytearray()
+        if len(part) > _RECORD_BYTES:
+            yield part
+        else:
+            together += part
+    if together:
+        yield together
+
+
+# The handshake
+
+
+def secure_client(
+    connection: socket.socket, options: TlsOptions, timeout_s: float, server_name: str = ""
+) -> socket.socket:
+    """Performs the handshake as the dialler.
+
+    Args:
+        connection: A connected TCP socket. The result owns it; after an error, the caller does.
+        options: Certificate and authorities.
+        timeout_s: Bound of the whole handshake, in seconds.
+        server_name: Sent unencrypted in the first message; empty for none. It does not select the
+            certificate, nor is that checked against it.
+
+    Returns:
+        The connection, accepted by the other side, with the socket's previous timeout: a
+        ``SecureConnection``, which can be used like a socket.
+
+    Raises:
+        TlsError: One side does not trust the other, or the peer does not speak TLS.
+        TimeoutError: The handshake took too long.
+        ConfigurationError: A file is missing or wrong.
+    """
+    context, name = options.client_context(), options.name
+    return _secure(connection, context, name, timeout_s, False, server_name or None)
+
+
+def secure_server(
+    connection: socket.socket, options: TlsOptions, timeout_s: float
+) -> socket.socket:
+    """Performs the handshake as the acceptor; otherwise like ``secure_client``."""
+    name = options.name if options.mutual else ""
+    return _secure(connection, options.server_context(), name, timeout_s, True, None)
+
+
+def _secure(
+    connection: socket.socket,
+    context: ssl.SSLContext,
+    name: str,
+    timeout_s: float,
+    is_server: bool,
+    server_name: str | None,
+) -> socket.socket:
+    peer, timeout_before_s = _peer_of(connection), connection.gettimeout()
+    try:
+        tls = context.wrap_socket(
+            connection.dup(),
+            is_server,
+            do_handshake_on_connect=False,
+            suppress_ragged_eofs=False,
+            server_hostname=server_name,
+        )
+        try:
+            _shake_hands(tls, name, peer, time.monotonic() + timeout_s, is_server=is_server)
+        except BaseException:
+            tls.close()
+            raise
+    except TlsError:
+        raise
+    except TimeoutError:
+        raise TimeoutError(
+            f"the TLS handshake with {peer} took longer than {timeout_s:.3g} s"
+        ) from None
+    except (ssl.SSLEOFError, ConnectionError) as error:
+        closed = "it closed the connection during the handshake"
+        raise tls_error(peer, closed, f"{_SAME_AUTHORITY}; {BOTH_SIDES}") from (
+            ConnectionResetError(str(error))
+        )
+    except ssl.SSLError as error:
+        raise refusal(error, peer) from error
+    finally:
+        with contextlib.suppress(OSError):  # Closed meanwhile.
+            connection.settimeout(timeout_before_s)
+    return cast(socket.socket, SecureConnection(connection, tls))
+
+
+def _shake_hands(
+    tls: ssl.SSLSocket, name: str, peer: str, deadline_s: float, *, is_server: bool
+) -> None:
+    tls.settimeout(_remaining_s(deadline_s))
+    tls.do_handshake()
+    if tls.selected_alpn_protocol() != PROTOCOL:
+        raise tls_error(peer, *_ANOTHER_PROTOCOL)
+    try:
+        check_name(names_of(tls), name)
+    except ValueError as problem:
+        raise tls_error(
+            peer,
+            f"this side does not trust its certificate: {problem}",
+            "see the name in the TLS options (WEFT_TLS_NAME)",
+        ) from None
+    tls.settimeout(_remaining_s(deadline_s))
+    if is_server:
+        tls.sendall(_ACCEPTED)
+    elif (answer := tls.recv(len(_ACCEPTED))) != _ACCEPTED:
+        if answer:
+            raise tls_error(peer, *_ANOTHER_PROTOCOL)
+        raise ConnectionResetError("it has ended TLS")
+
+
+def _remaining_s(deadline_s: float) -> float:
+    remaining_s = deadline_s - time.monotonic()
+    if remaining_s <= 0:
+        raise TimeoutError
+    return remaining_s
+
+
+def _peer_of(connection: socket.socket) -> str:
+    try:
+        host, port = connection.getpeername()[:2]
+    except (OSError, ValueError):
+        return "a peer that has disconnected"
+    return f"{host}:{port}"
+
+
+# Failures
 
 
 _ALERT = "_ALERT_"
@@ -353,131 +438,8 @@ BOTH_SIDES = "set up TLS on every worker, or on none"
 ENDED_HERE = "this side has ended the TLS connection"
 _RENEW = "renew that certificate, or set the clock of the host that refuses it"
 _NEW_ENOUGH = "Weft speaks TLS 1.3 only; OpenSSL has it from 1.1.1 on"
+_ANOTHER_PROTOCOL = "it does not speak Weft's protocol", "check the address and port"
 _BRING_ONE = "give every worker a certificate (WEFT_TLS_CERT), or set WEFT_TLS_MUTUAL=0"
-
-
-class TlsStream:
-    """The TLS state of one connection. Thread-safe: a call waits for nothing but other calls.
-
-    Args:
-        context: This side's OpenSSL context.
-        is_server: Whether this side is the acceptor.
-        server_name: The name in the dialler's first message; empty for none.
-    """
-
-    def __init__(self, context: ssl.SSLContext, *, is_server: bool, server_name: str = "") -> None:
-        self.has_ended = False
-        """Whether the peer has announced that it sends nothing more."""
-        self.is_dry = True
-        """Whether nothing can be decrypted before more is fed."""
-        self.has_output = False
-        """Whether reading has caused output that must be sent."""
-        self._lock = allocate_lock()
-        self._arrived = ssl.MemoryBIO()
-        self._leaving = ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._arrived, self._leaving, is_server, server_name or None)
-        self._failure = ""
-        self._has_said_farewell = False
-
-    def shake_hands(self) -> bool:
-        """Continues the handshake; returns False if it needs more input from the peer.
-
-        Raises:
-            ssl.SSLError: It failed; the output to be sent may tell the peer why.
-        """
-        with self._lock:
-            try:
-                self._tls.do_handshake()
-            except ssl.SSLWantReadError:
-                return False
-            # Data may have arrived along with the last message of the handshake.
-            self.is_dry = not self._arrived.pending
-            return True
-
-    @property
-    def protocol(self) -> str | None:
-        """The protocol over TLS that both sides have agreed on."""
-        return self._tls.selected_alpn_protocol()
-
-    def certificate_names(self) -> list[str]:
-        """Returns the names and addresses in the peer's verified certificate."""
-        certificate: dict[str, Any] = self._tls.getpeercert() or {}
-        names = certificate.get("subjectAltName", ())
-        return [name for kind, name in names if kind in ("DNS", "IP Address")]
-
-    def feed(self, ciphertext: Buffer) -> None:
-        """Adds received ciphertext."""
-        with self._lock:
-            self._arrived.write(ciphertext)
-            self.is_dry = False
-
-    def take(self) -> bytes:
-        """Returns the ciphertext to be sent; empty if there is none."""
-        with self._lock:
-            self.has_output = False
-            return self._leaving.read()
-
-    def encrypt(self, plaintext: Buffer) -> None:
-        """Encrypts all of ``plaintext``, which must not be empty, for ``take``.
-
-        Raises:
-            ConnectionError: This side has said farewell, or the connection broke.
-        """
-        with self._lock:
-            try:
-                size = self._tls.write(plaintext)
-                while size < len(plaintext):
-                    size += self._tls.write(memoryview(plaintext)[size:])
-            except ssl.SSLError as error:
-                raise broken(error) from error
-
-    def decrypt_into(self, spaces: Iterable[memoryview]) -> int:
-        """Fills ``spaces`` with plaintext, in order; returns how many bytes, 0 if there are none.
-
-        Raises:
-            ConnectionError: The received data is not what the peer sent.
-        """
-        with self._lock:
-            total = 0
-            for space in spaces:
-                size = self._fill(space)
-                total += size
-                if size < len(space):
-                    break
-            self.has_output = bool(self._leaving.pending)
-        if self._failure and not total:
-            raise ConnectionResetError(self._failure)
-        return total
-
-    def _fill(self, space: memoryview) -> int:
-        size, wanted = 0, len(space)
-        try:
-            while size < wanted and not self.is_dry:
-                # Reads one record at most. With a buffer, it returns the number of bytes.
-                rest = space[size:] if size else space
-                count: int = self._tls.read(wanted - size, rest)  # type: ignore[assignment, arg-type, unused-ignore]
-                size += count
-                if not count:
-                    self.has_ended = self.is_dry = True
-                elif not self._tls.pending() and not self._arrived.pending:
-                    self.is_dry = True  # Cheaper than waiting for the exception.
-        except ssl.SSLWantReadError:
-            self.is_dry = True
-        except ssl.SSLZeroReturnError:
-            self.has_ended = self.is_dry = True
-        except ssl.SSLError as error:
-            # Data decrypted before the failure is valid, and is returned first.
-            self._failure = ENDED_HERE if self._has_said_farewell else str(broken(error))
-        return size
-
-    def say_farewell(self) -> None:
-        """Makes the message that this side sends nothing more."""
-        with self._lock:
-            self._has_said_farewell = True
-            try:
-                self._tls.unwrap()
-            except ssl.SSLError:
-                pass  # It waits for the peer's farewell, or there is no peer to tell.
 
 
 def refusal(error: ssl.SSLError, peer: str) -> TlsError:
@@ -491,17 +453,22 @@ def tls_error(peer: str, reason: str, advice: str) -> TlsError:
     return TlsError(f"no TLS connection with {peer}: {reason}; {advice}", peer=peer, reason=reason)
 
 
-def trust_advice(problem: str) -> str:
+def _trust_advice(problem: str) -> str:
     """Returns the advice where one side does not trust the other, in OpenSSL's words."""
     is_of_time = "expired" in problem or "not yet valid" in problem
     return _RENEW if is_of_time else _SAME_AUTHORITY
 
 
-def broken(error: ssl.SSLError) -> ConnectionError:
+def broken(error: Exception) -> ConnectionError:
     """Returns the error for a failure of an established connection."""
     reason = _reason_of(error)
-    if reason == "PROTOCOL_IS_SHUTDOWN":
+    # ``SSLSocket`` raises ValueError where TLS has ended in both directions.
+    if reason == "PROTOCOL_IS_SHUTDOWN" or isinstance(error, ValueError):
         return BrokenPipeError(ENDED_HERE)
+    if isinstance(error, ssl.SSLEOFError):
+        return ConnectionResetError(CUT_OFF)
+    if not isinstance(error, ssl.SSLError):
+        return ConnectionResetError(str(error))
     if _ALERT in reason:
         return ConnectionResetError(f"the other side ended TLS: {_plain_words(error)}")
     return ConnectionResetError(
@@ -513,7 +480,7 @@ def _explain(error: ssl.SSLError) -> tuple[str, str]:
     reason = _reason_of(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         problem = f"this side does not trust its certificate: {error.verify_message}"
-        return problem, trust_advice(problem)
+        return problem, _trust_advice(problem)
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "it has shown no certificate", _BRING_ONE
     if reason in _OLD:
@@ -522,16 +489,16 @@ def _explain(error: ssl.SSLError) -> tuple[str, str]:
         return "it does not speak TLS", BOTH_SIDES
     if _ALERT in reason:
         problem = f"it refused: {_plain_words(error)}"
-        return problem, trust_advice(problem)
+        return problem, _trust_advice(problem)
     return _plain_words(error), BOTH_SIDES
 
 
-def _reason_of(error: ssl.SSLError) -> str:
+def _reason_of(error: Exception) -> str:
     """Returns OpenSSL's name for the failure; empty if it has none."""
     return getattr(error, "reason", None) or ""
 
 
-def _plain_words(error: ssl.SSLError) -> str:
+def _plain_words(error: Exception) -> str:
     """Returns ``unknown ca`` for ``TLSV1_ALERT_UNKNOWN_CA``."""
     reason = _reason_of(error)
     return reason.rpartition(_ALERT)[2].replace("_", " ").lower() if reason else str(error)

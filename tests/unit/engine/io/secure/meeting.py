@@ -37,7 +37,10 @@ def meet(
 
     def run(side: Callable[[socket.socket], object], connection: socket.socket) -> object:
         with connection:
-            return side(connection)
+            result = side(connection)
+            if isinstance(result, SecureConnection):
+                result.close()
+            return result
 
     client, server = tcp_pair()
     with ThreadPoolExecutor(2) as pool:
