@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from torchweft.engine.codec.functions import type_name
 from torchweft.errors import SerializationError
 
 _DEPTH_LIMIT = 30
@@ -75,7 +74,7 @@ def diagnose(value: object, error: Exception, pack: _Pack) -> SerializationError
         pack: Packs a part by itself, or raises.
     """
     path, culprit, reason = _find(value, error, pack)
-    name = type_name(type(culprit))
+    name = _name(type(culprit))
     if _is_too_deep(reason):
         return SerializationError(
             f"{path} ({name}) cannot be sent: it is nested too deeply; send it as a flat list"
@@ -87,8 +86,12 @@ def diagnose(value: object, error: Exception, pack: _Pack) -> SerializationError
     return SerializationError(f"{text}; {advice}" if advice else text)
 
 
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
 def _advice(culprit: object) -> str | None:
-    names = map(type_name, type(culprit).__mro__)
+    names = map(_name, type(culprit).__mro__)
     return next((_ADVICE[name] for name in names if name in _ADVICE), None)
 
 

@@ -28,7 +28,7 @@ import torch
 from torchweft.columns import LAYOUT, printable
 from torchweft.engine.codec import values
 from torchweft.engine.codec.diagnosis import slots_of
-from torchweft.engine.codec.functions import MAIN_MODULES, find_global, type_name
+from torchweft.engine.codec.functions import MAIN_MODULES, find_global
 from torchweft.engine.codec.objects import pack, pack_plain, unpack
 from torchweft.engine.codec.registry import rebuilds_pickled
 from torchweft.engine.codec.tensors import as_memory, describe, read, rebuild, with_flags
@@ -83,20 +83,45 @@ class _Record(NamedTuple):
     is_context_hidden: bool
 
 
-def _native_of(kind: Any) -> Any:
-    """Returns the built-in class that decides how the errors of a class are laid out."""
-    while kind.__flags__ & _HEAP_TYPE:
-        kind = kind.__base__
-    return kind
+class _Class(NamedTuple):
+    """What the errors of one class have in common."""
+
+    kind: Any
+    name: str
+    bases: tuple[tuple[str, str], ...]
+    native: Any
+    """The built-in class that decides how its objects are laid out."""
+    has_slots: bool
+    has_own_reduce: bool
 
 
-def _has_own_reduction(kind: type) -> bool:
-    own = [base for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE]
-    return any(
-        not _REDUCTIONS.isdisjoint(vars(base))
-        for base in own
-        if base is not WeftError  # A record keeps the same state.
-    )
+_CLASSES_LIMIT = 1024
+_classes: dict[int, _Class] = {}
+"""By ``id``: a metaclass of the program may refuse to be hashed."""
+
+
+def _class_of(kind: Any) -> _Class:
+    found = _classes.get(id(kind))
+    if found is None:
+        if len(_classes) >= _CLASSES_LIMIT:
+            _classes.clear()
+        own = [base for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE]
+        native = kind
+        while native.__flags__ & _HEAP_TYPE:
+            native = native.__base__
+        found = _classes[id(kind)] = _Class(
+            kind,
+            name=f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."),
+            bases=tuple((f"{base.__module__}", base.__qualname__) for base in kind.__mro__[1:-1]),
+            native=native,
+            has_slots=any("__slots__" in vars(base) for base in own),
+            has_own_reduce=any(
+                not _REDUCTIONS.isdisjoint(vars(base))
+                for base in own
+                if base is not WeftError  # A record keeps the same state.
+            ),
+        )
+    return found
 
 
 def pack_error(
@@ -178,7 +203,7 @@ def copy_as(kind: Any, error: BaseException) -> BaseException:
     """Returns an equal error of ``kind``, of the same layout; itself if it cannot be copied."""
     try:
         arguments, attributes = _state(error)
-        native = _native_of(kind)
+        native = _class_of(kind).native
         copy: BaseException = native.__new__(kind, *arguments)
         native.__init__(copy, *arguments)
         for name, value in attributes.items():
@@ -227,13 +252,13 @@ class _Packer:
         by_name = _is_importable(kind) and (
             self._main_by_name or kind.__module__ not in MAIN_MODULES
         )
-        is_by_pickle = _has_own_reduction(kind) and not self._is_plain
+        is_by_pickle = _class_of(kind).has_own_reduce
         bare = _bare_record(error, self._worker)
         blobs = {name: self._blob(value) for name, value in attributes.items()} | bare.attributes
         return bare._replace(
             name=(kind.__module__, kind.__qualname__) if by_name else None,
             kind=None if by_name or self._is_plain else self._blob(kind),
-            whole=self._blob(error) if is_by_pickle else None,
+            whole=self._blob(error) if is_by_pickle and not self._is_plain else None,
             arguments=() if exceptions else tuple(map(self._argument, arguments)),
             attributes={name: blob for name, blob in blobs.items() if blob is not None},
             members=tuple(number for number in members if number is not None),
@@ -337,7 +362,7 @@ class _Rebuilder:
         return error if isinstance(error, BaseException) and type(error) is kind else None
 
     def _from_parts(self, record: _Record, kind: Any) -> BaseException:
-        native = _native_of(kind)
+        native = _class_of(kind).native
         if record.members:
             members = [self._once(number) for number in record.members]
             if self._size_of(record.members) > _ERRORS_LIMIT:
@@ -387,11 +412,11 @@ class _Rebuilder:
 
 def _bare_record(error: BaseException, worker: str) -> _Record:
     """Returns the record of an exception that is made without its own code, except ``str``."""
-    kind, text = type(error), _text(error)
+    kind, text = _class_of(type(error)), _text(error)
     return _Record(
-        type_name=type_name(kind),
+        type_name=kind.name,
         text=text,
-        bases=tuple((f"{base.__module__}", base.__qualname__) for base in kind.__mro__[1:-1]),
+        bases=kind.bases,
         is_error=isinstance(error, (Exception, *GROUPS)),
         name=None,
         kind=None,
@@ -407,9 +432,11 @@ def _bare_record(error: BaseException, worker: str) -> _Record:
 
 def _state(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the constructor arguments of the built-in type, and all attributes."""
-    reduced = _native_of(type(error)).__reduce__(error)
+    kind = _class_of(type(error))
+    reduced = kind.native.__reduce__(error)
     attributes = dict(reduced[2]) if len(reduced) > 2 and isinstance(reduced[2], dict) else {}
-    attributes.update(slots_of(error))
+    if kind.has_slots:
+        attributes.update(slots_of(error))
     return tuple(reduced[1]), attributes
 
 

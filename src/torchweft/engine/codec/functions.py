@@ -91,11 +91,6 @@ def describe(function: object) -> str:
     return own_name(f"{module}.{name}" if isinstance(module, str) else name)
 
 
-def type_name(kind: type) -> str:
-    """Returns a readable name of a class, for messages."""
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-
-
 def own_name(name: str) -> str:
     """Returns the program's name for the function that another worker finds by ``name``."""
     return name.partition(UNWRAPPED)[0].replace(":", ".")

@@ -18,7 +18,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from torchweft import knobs
@@ -38,6 +38,10 @@ _FRAME_WITHOUT_LINE = re.compile(
     rf'^  File "(.+)", line (\d+), in .*$(?!\n{_INDENT})', re.MULTILINE
 )
 _TEXT_LIMIT = 200_000
+_FEW_FRAMES = 8
+_TEXTS_LIMIT = 256
+_texts: dict[tuple[CodeType, int], str] = {}
+"""The texts of frames, by the code and the place in it."""
 # They call functions of the program: an error raised in such a frame comes from the call itself.
 _CALLERS = frozenset(f"{_PACKAGE}.rpc.{name}" for name in ("serving", "outcomes", "coroutines"))
 
@@ -162,13 +166,27 @@ def _frames_text(error: BaseException) -> str:
         entries = _entries(_attribute(error, "__traceback__"))
         if knobs.TRACEBACKS.get() != _FULL and not _is_bug(error):
             entries = _users(entries)
-        text = "".join(traceback.format_tb(_joined(entries))).rstrip()
+        if len(entries) <= _FEW_FRAMES:
+            text = "".join(map(_entry_text, entries)).rstrip()
+        else:  # Python folds frames that repeat.
+            text = "".join(traceback.format_tb(_joined(entries))).rstrip()
     except BaseException:
         return "  (its traceback cannot be formatted)"
     if len(text) > _TEXT_LIMIT:
         half = _TEXT_LIMIT // 2
         left_out = f"[... {len(text) - 2 * half} characters left out ...]"
         text = f"{text[:half]}\n{left_out}\n{text[-half:]}"
+    return text
+
+
+def _entry_text(entry: TracebackType) -> str:
+    """Returns the text of one frame; Python parses the line each time to underline a part of it."""
+    key = entry.tb_frame.f_code, entry.tb_lasti
+    text = _texts.get(key)
+    if text is None:
+        if len(_texts) >= _TEXTS_LIMIT:
+            _texts.clear()
+        text = _texts[key] = "".join(traceback.format_tb(entry, 1))
     return text
 
 

@@ -316,7 +316,7 @@ def _is_rebuilt(reduced: object) -> bool:
 
 def _refusal(value: object, advice: str) -> SerializationError:
     kind = type(value)
-    name = functions.type_name(kind)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     if isinstance(value, Tensor) and kind in (Tensor, torch.nn.Parameter):
         name += f" of layout {value.layout} and dtype {value.dtype}"
     elif kind.__module__ == "numpy" and hasattr(value, "dtype"):
