@@ -112,7 +112,7 @@ sanitize: $(VENV)/.installed-fuzz
 	    $(PY) setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	@$(WITH_SANITIZERS) $(PYTEST) tests/unit/test_native.py -k 'not plain' \
 	    tests/unit/rpc/test_call_frames.py \
-	    tests/unit/engine/codec/test_values.py \
+	    tests/unit/engine/codec/test_values.py tests/unit/engine/codec/test_makers.py \
 	    tests/unit/engine/codec/test_tensors.py \
 	    tests/unit/engine/codec/test_tensors_in_message.py \
 	    tests/unit/engine/io/test_lease.py tests/unit/engine/io/test_link.py \

@@ -13,7 +13,7 @@ enum {
     TORCH, SIZE, NAME, MADE, BIG_INTEGER, HOME,
 };
 /* The same limits as in values.py. */
-enum { DEPTH_LIMIT = 150, REPEATED_BYTES = 32, COMPLEX_BYTES = 16, HOME_BYTES = 24 };
+enum { DEPTH_LIMIT = 150, REPEATED_BYTES = 32, MOST_MADE = 8, COMPLEX_BYTES = 16, HOME_BYTES = 24 };
 enum { FEW = 16 };
 
 static PyObject *unfold;     /* Returns the parts of a value of a kind that needs code in Python, */
@@ -40,11 +40,11 @@ typedef struct {
 typedef struct {
     buffer out;
     PyObject *tensors;                /* A list, which gets each tensor once. */
-    PyObject *main_by_name, *home_of; /* For `unfold`. */
+    PyObject *receiver, *home_of;     /* For `unfold`. */
     numbered *slots;
     size_t count, capacity; /* Of slots; the capacity is a power of two, or 0. */
     uint32_t container_count;
-    int depth;
+    int depth, made_count;
 } encoder;
 
 /* Returns the slot of an object, or the free one where it belongs. */
@@ -144,17 +144,19 @@ static int add_unfolded(encoder *into, PyObject *value)
 {
     if (into->depth >= DEPTH_LIMIT)
         return -1;
-    PyObject *parts = PyObject_CallFunctionObjArgs(unfold, value, into->main_by_name,
-                                                   into->home_of, NULL);
+    PyObject *parts = PyObject_CallFunctionObjArgs(unfold, value, into->receiver, into->home_of,
+                                                   NULL);
     int status = -1;
     if (parts != NULL && parts != Py_None) {
         PyObject *first = PyTuple_GET_ITEM(parts, 0);
-        if (PyBytes_AS_STRING(first)[0] != MADE || !check_first(into, value))
+        bool is_made = PyBytes_AS_STRING(first)[0] == MADE;
+        if (!is_made || (++into->made_count <= MOST_MADE && !check_first(into, value)))
             status = buffer_add(&into->out, PyBytes_AS_STRING(first), (size_t)PyBytes_GET_SIZE(first));
-        into->depth++;
+        int depth = into->depth;
+        into->depth += is_made ? 2 : 1;
         for (Py_ssize_t index = 1; !status && index < PyTuple_GET_SIZE(parts); index++)
             status = add(into, PyTuple_GET_ITEM(parts, index));
-        into->depth--;
+        into->depth = depth;
     }
     Py_XDECREF(parts);
     return status;
@@ -269,12 +271,12 @@ static int add(encoder *into, PyObject *value)
     return add_unfolded(into, value);
 }
 
-/* encode_values(value, tensors, main_by_name, home_of) -> bytes, or False where it has to give up. */
+/* encode_values(value, tensors, receiver, home_of) -> bytes, or False where it has to give up. */
 PyObject *values_encode(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
     if (count != 4 || !PyList_CheckExact(arguments[1]))
         return PyErr_Format(PyExc_TypeError, "encode_values takes a value, a list and two more");
-    encoder into = {.tensors = arguments[1], .main_by_name = arguments[2], .home_of = arguments[3]};
+    encoder into = {.tensors = arguments[1], .receiver = arguments[2], .home_of = arguments[3]};
     PyObject *made = NULL;
     if (!add(&into, arguments[0]))
         made = PyBytes_FromStringAndSize((char *)into.out.data, (Py_ssize_t)into.out.size);

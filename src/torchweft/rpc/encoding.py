@@ -19,6 +19,7 @@ from torchweft.autograd.contexts import current_id
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
 from torchweft.engine.codec.functions import name_of, resolve
+from torchweft.engine.codec.makers import NO_MAKERS
 from torchweft.engine.codec.objects import Packed, pack, pack_plain
 from torchweft.engine.codec.tensors import (
     NO_MEMORY,
@@ -176,6 +177,7 @@ class Encoder:
     def _learn_to_encode(self, peer: Peer) -> None:
         by_name = peer.main_by_name
         if peer.registration.is_strict and not peer.is_self:
+            peer.receiver |= NO_MAKERS
             peer.pack = peer.pickle = partial(pack_plain, main_by_name=by_name)
         else:
             obstacle = why_not_by_value(self._agent.me.registration, peer.registration)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweft.columns import LAYOUT, printable
-from torchweft.engine.codec import values
+from torchweft.engine.codec import makers, values
 from torchweft.engine.codec.diagnosis import slots_of
 from torchweft.engine.codec.functions import MAIN_MODULES, find_global
 from torchweft.engine.codec.objects import pack, pack_plain, unpack
@@ -171,7 +171,9 @@ def unpack_error(
     """
     try:
         limit_bytes = limit_of_repetition(len(content), ()) if is_bounded else None
-        worker, rows = values.decode(content, (), (), _refuse_name, limit_bytes=limit_bytes)
+        worker, rows = values.decode(
+            content, (), (), _refuse_name, limit_bytes=limit_bytes, make=makers.made_plainly
+        )
         if len(rows) > _ERRORS_LIMIT:
             raise ValueError(f"it has {len(rows)} parts, more than {_ERRORS_LIMIT}")
         records = [_Record(*row) for row in rows]

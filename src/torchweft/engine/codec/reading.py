@@ -35,6 +35,7 @@ from torchweft.engine.codec import (
     by_value,
     exceptions,
     functions,
+    makers,
     objects,
     registry,
     values,
@@ -60,6 +61,7 @@ class Reader:
         is_strict: Whether it refuses all pickles.
         resolve: Returns the function with a name that is called.
         resolve_value: Returns the function or class with a name that is a value.
+        make: Makes an object of a name and arguments; see ``makers``.
         method_of: Returns the method of a value of this worker that another worker asks for.
         unpack: Does the same as ``objects.unpack``.
         unpack_error: Does the same as ``exceptions.unpack_error``.
@@ -69,6 +71,7 @@ class Reader:
     is_strict = False
     resolve: Callable[[bytes], Any] = staticmethod(functions.resolve)
     resolve_value: Callable[[bytes], Any] = staticmethod(functions.resolve)
+    make: Callable[[bytes, object], Any] = staticmethod(makers.made_of)
     method_of: Callable[[Any, str], Any] = staticmethod(getattr)
     unpack: Callable[..., Any] = staticmethod(objects.unpack)
     unpack_error: Callable[[Any], BaseException] = staticmethod(exceptions.unpack_error)
@@ -125,7 +128,7 @@ class _Restricted(Reader):
         if payload[0] != values.PICKLE:
             limit_bytes = values.limit_of_repetition(len(payload), tensors)
             return values.decode(
-                payload, tensors, externals, self.resolve_value, come_home, limit_bytes
+                payload, tensors, externals, self.resolve_value, come_home, limit_bytes, self.make
             )
         return self._unpickle(payload, tensors, externals)
 
@@ -462,6 +465,7 @@ class StrictNames(_Restricted):
         self._own = registry.Callables(members)
 
     is_strict = True
+    make = staticmethod(makers.made_plainly)
 
     def resolve(self, name: bytes) -> Any:
         """Returns the function that a call names.

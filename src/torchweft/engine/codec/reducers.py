@@ -569,10 +569,6 @@ def _reduce_path(path: pathlib.PurePath) -> Reduced:
     return _path, (str(path), isinstance(path, pathlib.Path))
 
 
-PLAINLY_REDUCED = (np.ndarray, np.generic, np.dtype, pathlib.PurePath)
-"""Types of which most objects become calls of functions that are marked ``rebuilds_plain``."""
-
-
 @rebuilds_plain
 def _path(text: str, is_concrete: bool) -> pathlib.PurePath:
     if type(text) is not str:

@@ -178,7 +178,6 @@ SAFE = METHOD_NAMES | frozenset(
         *("builtins:Ellipsis", "builtins:NotImplemented"),
         *("datetime:date", "datetime:datetime", "datetime:time"),
         *("datetime:timedelta", "datetime:timezone"),
-        *("decimal:Decimal", "fractions:Fraction", "uuid:UUID"),
         *("torch:Size", "torch:device", "torch:finfo", "torch:iinfo", "torch:OutOfMemoryError"),
         *("torch:Tensor", "torch.nn.parameter:Parameter", "torch.nn.parameter:Buffer"),
     }

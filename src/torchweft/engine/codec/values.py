@@ -26,7 +26,8 @@ Layout, little-endian: a tag (u8) and what follows it::
     TORCH                       a text: the name of a dtype, layout, memory format or device
     SIZE                        a TUPLE of integers
     NAME                        a text: module and name of a function or class
-    MADE                        a text: a name marked ``rebuilds_plain`` · its arguments, a TUPLE
+    MADE                        a text: a name marked ``rebuilds_plain``, or, for a reader that
+                                takes pickles, one of ``makers`` · its arguments, a TUPLE
 
 Few bytes can stand for a large value. A nest of lists each of which holds the one before twice has
 ``2 ** depth`` leaves, and an expanded tensor (stride 0) has as many elements as its shape says. The
@@ -44,6 +45,7 @@ slow step counts only if looking the same keys up again is slow, too.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import struct
 from collections import OrderedDict
@@ -57,13 +59,8 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Parameter
 
-from torchweft.engine.codec import functions
-from torchweft.engine.codec.reducers import (
-    PLAINLY_REDUCED,
-    reduce_tensor,
-    reduce_torch,
-    set_attributes,
-)
+from torchweft.engine.codec import functions, makers
+from torchweft.engine.codec.reducers import reduce_tensor, reduce_torch, set_attributes
 from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.errors import ProtocolError, SerializationError, WeftError
@@ -147,17 +144,20 @@ class Beyond(Exception):
 
 _REPEATED_BYTES = 32
 """A longer text that comes twice is left to pickle, which writes it once."""
+_MOST_MADE = 8
+"""MADE objects of a value that need no pickle."""
 
 
 class ExactEncoder:
     """Encodes one value for a worker that also reads pickles.
 
     It takes exact types only. Two places that hold the same tuple, set, long text or MADE object go
-    by pickle: written twice, a few nested tuples would fill the memory.
+    by pickle: written twice, a few nested tuples would fill the memory. So do more MADE objects
+    than ``_MOST_MADE``, since a pickle names their class once.
 
     Args:
         tensors: Gets the tensors in order of first appearance, each once; of any layout and dtype.
-        main_by_name: Whether the receiver runs the same main program.
+        receiver: 1 if it runs the same main program, plus ``NO_MAKERS`` if it is strict.
         home_of: Returns the address of a reference whose value the receiver owns, None for all
             other objects.
     """
@@ -167,18 +167,18 @@ class ExactEncoder:
     def __init__(
         self,
         tensors: list[Tensor],
-        main_by_name: bool,
+        receiver: int,
         home_of: Callable[[Any], ReferenceId | None] = no_home,
     ) -> None:
         self.tensors = tensors
-        self._main_by_name = main_by_name
+        self._receiver = receiver
         self._home_of = home_of
         self._parts: list[bytes] = []
         self._containers: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._repeatable: set[int] = set()
         self._kept: list[object] = []  # An id is unique only while its object lives.
-        self._depth = 0
+        self._depth = self._made_count = 0
 
     def encode(self, value: object) -> bytes:
         """Returns the payload for ``value``.
@@ -194,16 +194,17 @@ class ExactEncoder:
         if kind in _CONTAINERS and self._is_again(value):
             return
         first, *others = self._unfold(value)
-        is_large = kind in _ONCE and (others or len(first) > NUMBER.size + _REPEATED_BYTES)
-        if is_large or first[0] == MADE:
+        if first[0] == MADE:
+            self._check_made(value)
+        elif kind in _ONCE and (others or len(first) > NUMBER.size + _REPEATED_BYTES):
             self._check_first(value)
-        self._depth += 1
+        depth, self._depth = self._depth, self._depth + (2 if first[0] == MADE else 1)
         if self._depth > DEPTH_LIMIT:
             raise self._beyond("it is nested too deeply")
         self._parts.append(first)
         for each in others:
             self._add(each)
-        self._depth -= 1
+        self._depth = depth
 
     def _is_again(self, value: object) -> bool:
         """Whether a container came before; if so, writes AGAIN, otherwise records the container."""
@@ -222,12 +223,18 @@ class ExactEncoder:
         self._repeatable.add(id(value))
         self._kept.append(value)
 
+    def _check_made(self, value: object) -> None:
+        self._check_first(value)
+        self._made_count += 1
+        if self._made_count > _MOST_MADE:
+            raise Beyond("it has many objects")
+
     def _unfold(self, value: Any) -> tuple[Any, ...]:
         """Returns the parts of a value: its first bytes, and the values that follow."""
         if type(value) is Tensor or type(value) is Parameter:
             parts = None if value.__dict__ else self._outside(value, self.tensors, TENSOR)
         else:
-            parts = unfold_exactly(value, self._main_by_name, self._home_of)
+            parts = unfold_exactly(value, self._receiver, self._home_of)
         if parts is None:
             raise Beyond(f"{type(value)} is left to pickle")
         return parts
@@ -258,11 +265,14 @@ class Encoder(ExactEncoder):
 
     def __init__(self, main_by_name: bool, external_types: tuple[type, ...]) -> None:
         super().__init__([], main_by_name)
+        self._main_by_name = main_by_name
         self._external_types = external_types
         self.externals: list[object] = []
 
     def _check_first(self, value: object) -> None:
         """Takes every object again and again: there is no other way for it to travel."""
+
+    _check_made = _check_first
 
     def _unfold(self, value: Any) -> tuple[Any, ...]:
         unfolder = _UNFOLDERS.get(type(value))
@@ -310,7 +320,7 @@ def _is_rebuilt(reduced: object) -> bool:
     return (
         isinstance(reduced, tuple)
         and len(reduced) == 2
-        and rebuilds_plain.has(_name_in(reduced[0]))
+        and rebuilds_plain.has(makers.name_in(reduced[0]))
     )
 
 
@@ -336,7 +346,7 @@ def _unfold_made(value: Any) -> tuple[Any, ...]:
     reduced = reduce_torch(value)
     if reduced is not None and _is_rebuilt(reduced):
         return _unfold_call(*reduced)
-    if rebuilds_plain.has(_name_in(kind)):
+    if rebuilds_plain.has(makers.name_in(kind)):
         return _unfold_call(kind, tuple(getattr(value, each) for each in kind.__match_args__))
     if kind.__module__.startswith("torchweft.") or isinstance(value, WeftError):
         reduced = value.__reduce__()
@@ -348,12 +358,9 @@ def _unfold_made(value: Any) -> tuple[Any, ...]:
 
 
 def _unfold_call(function: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return *_unfold_bytes(_name_in(function).encode("utf-8", "surrogatepass"), MADE), arguments
-
-
-def _name_in(function: Callable[..., Any]) -> str:
-    """Returns the name of a function, or of a class, in a message."""
-    return f"{function.__module__}:{function.__qualname__}"
+    return _unfold_bytes(makers.name_in(function).encode("utf-8", "surrogatepass"), MADE)[
+        0
+    ], arguments
 
 
 def _unfold_bytes(value: bytes, tag: int = BYTES) -> tuple[Any, ...]:
@@ -401,7 +408,7 @@ _UNFOLDERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 
 
 def unfold_exactly(
-    value: Any, main_by_name: bool, home_of: Callable[[Any], ReferenceId | None]
+    value: Any, receiver: int, home_of: Callable[[Any], ReferenceId | None]
 ) -> tuple[Any, ...] | None:
     """Returns the parts of a value for ``encode``; None if it has to go by pickle."""
     unfolder = _UNFOLDERS.get(type(value))
@@ -411,19 +418,38 @@ def unfold_exactly(
         except ProtocolError:
             return None
     if isinstance(value, _NAMED_TYPES):
-        name = functions.name_of(value, main_by_name)
+        name = functions.name_of(value, bool(receiver & 1))
         return None if name is None else _unfold_bytes(name, NAME)
     home = home_of(value)
     if home is not None:
         return (HOME_VALUE.pack(HOME, *home),)
-    reduced = reduce_torch(value) if isinstance(value, PLAINLY_REDUCED) else None
-    return _unfold_call(*reduced) if reduced is not None and _is_rebuilt(reduced) else None
+    parts = None if receiver & makers.NO_MAKERS else makers.made_parts(value)
+    return None if parts is None else _unfold_flat(*parts, bool(receiver & 1))
+
+
+def _unfold_flat(
+    function: Callable[..., Any], arguments: tuple[Any, ...], main_by_name: bool
+) -> tuple[Any, ...] | None:
+    """Unfolds a call to the same bytes as ``_unfold_call``, with less to unfold after it."""
+    head = _made_head(function, len(arguments))
+    if not arguments or not isinstance(arguments[0], type):
+        return (head, *arguments)
+    name = functions.name_of(arguments[0], main_by_name)
+    if name is None:
+        return None
+    return (head + _counted(NAME, len(name)) + name, *arguments[1:])
+
+
+@functools.lru_cache(256)
+def _made_head(function: Callable[..., Any], count: int) -> bytes:
+    name = makers.name_in(function).encode()
+    return _counted(MADE, len(name)) + name + _counted(TUPLE, count)
 
 
 def encode(
     value: object,
     tensors: list[Tensor],
-    main_by_name: bool,
+    receiver: int,
     home_of: Callable[[Any], ReferenceId | None] = no_home,
 ) -> bytes | None:
     """Returns the payload of a value; None if it has to go by pickle, or as to a strict worker.
@@ -431,13 +457,13 @@ def encode(
     Args:
         value: The value.
         tensors: An empty list, which gets the tensors as ``ExactEncoder`` says; useless after None.
-        main_by_name: As for ``ExactEncoder``.
+        receiver: As for ``ExactEncoder``.
         home_of: As for ``ExactEncoder``.
     """
     if native is not None:
-        return native.encode_values(value, tensors, main_by_name, home_of) or None
+        return native.encode_values(value, tensors, receiver, home_of) or None
     try:
-        return ExactEncoder(tensors, main_by_name, home_of).encode(value)
+        return ExactEncoder(tensors, receiver, home_of).encode(value)
     except Beyond:
         return None
 
@@ -528,6 +554,7 @@ def decode(
     resolve: Callable[[bytes], Any] = functions.resolve,
     come_home: Callable[[ReferenceId], Any] = refuse_home,
     limit_bytes: int | None = None,
+    make: Callable[[bytes, object], Any] = makers.made_of,
 ) -> Any:
     """Returns the value that was encoded on another worker.
 
@@ -539,6 +566,7 @@ def decode(
         come_home: Returns the reference with an address whose value this worker owns, or raises.
         limit_bytes: How large the value may be when it is unfolded; see ``bounds``. None for any
             size.
+        make: ``makers.made_plainly`` for a strict worker.
 
     Raises:
         ProtocolError: The bytes are malformed.
@@ -551,7 +579,7 @@ def decode(
             if made is not NotImplemented:
                 return made
         data = bytes(payload)
-        decoder = _Decoder(data, tensors, externals, resolve, come_home, limit_bytes)
+        decoder = _Decoder(data, tensors, externals, resolve, come_home, limit_bytes, make)
         value = decoder.read()
     except Exception as error:
         refusal = refusal_of(error)
@@ -582,8 +610,10 @@ class _Decoder:
         resolve: Callable[[bytes], Any],
         come_home: Callable[[ReferenceId], Any],
         limit_bytes: int | None,
+        make: Callable[[bytes, object], Any],
     ) -> None:
         self._data = data
+        self._make = make
         self._tensors = tensors
         self._externals = externals
         self._resolve = resolve
@@ -725,6 +755,9 @@ class _Decoder:
     def _reference(self) -> object:
         return self._externals[self._number()]
 
+    def _made(self) -> Any:
+        return self._make(self._bytes(), self.read())
+
 
 # Values that are made of one or two others, the first of which stands behind the tag.
 
@@ -739,15 +772,6 @@ def _with_attributes(value: Any, attributes: object) -> Any:
     else:
         vars(value).update(attributes)
     return value
-
-
-def _made_of(name: bytes, arguments: object) -> Any:
-    text = functions.text_of(name)
-    if not rebuilds_plain.has(text):
-        raise ProtocolError(f"a message has an object made by {text!r}")
-    if type(arguments) is not tuple:
-        raise ProtocolError("the arguments in a message are no tuple")
-    return functions.resolve(name)(*arguments)
 
 
 def _complex_of(parts: bytes, _: object) -> complex:
@@ -779,7 +803,7 @@ _REBUILDERS: dict[int, Callable[[Any, Any], Any]] = {
     ATTRIBUTED: _with_attributes,
     TORCH: _torch_of,
     SIZE: _size_of,
-    MADE: _made_of,
+    MADE: makers.made_of,
     COMPLEX: _complex_of,
     BIG_INTEGER: _integer_of,
     NAME: lambda name, resolve: resolve(name),
@@ -808,7 +832,7 @@ _READERS: tuple[Callable[[_Decoder], Any], ...] = (
     lambda decoder: _torch_of(decoder._bytes(), None),
     lambda decoder: _size_of(decoder.read(), None),
     lambda decoder: decoder._resolve(decoder._bytes()),
-    lambda decoder: _made_of(decoder._bytes(), decoder.read()),
+    _Decoder._made,
     lambda decoder: _integer_of(decoder._bytes(), None),
     lambda decoder: _home_of(decoder._take(24), decoder._come_home),
 )
