@@ -43,7 +43,7 @@ static PyObject *frame_of(const struct iovec *parts, int count, PyObject *tensor
     return frame;
 }
 
-/* encode_call(timeout_s, creation, name, span, values, tensors, main_by_name, home_of, inlines):
+/* encode_call(timeout_s, creation, name, span, values, tensors, receiver, home_of, inlines):
  * returns the frame, and whether a tensor requires grad, or False or None, as `plain_frame` does. */
 PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -79,17 +79,17 @@ PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t c
     return Py_BuildValue("NO", made, requires_grad ? Py_True : Py_False);
 }
 
-/* encode_result(number, context_id, result, main_by_name, most_tensors, home_of) -> the frame of a
+/* encode_result(number, context_id, result, receiver, most_tensors, home_of) -> the frame of a
  * REPLY; False for a result that needs a pickle; None for others that are not encoded here. */
 PyObject *call_encode_result(PyObject *module, PyObject *arguments)
 {
     unsigned long long number, context_id;
-    PyObject *result, *by_name, *home_of, *frame = NULL;
+    PyObject *result, *receiver, *home_of, *frame = NULL;
     Py_ssize_t most;
-    if (!PyArg_ParseTuple(arguments, "KKOOnO", &number, &context_id, &result, &by_name, &most,
+    if (!PyArg_ParseTuple(arguments, "KKOOnO", &number, &context_id, &result, &receiver, &most,
                           &home_of))
         return NULL;
-    PyObject *tensors = PyList_New(0), *const values[] = {result, tensors, by_name, home_of};
+    PyObject *tensors = PyList_New(0), *const values[] = {result, tensors, receiver, home_of};
     PyObject *payload = tensors == NULL ? NULL : values_encode(module, values, 4);
     bool requires_grad = false;
     if (payload == Py_False)

@@ -104,7 +104,7 @@ def plain_frame(
     span: bytes,
     values: tuple[Any, ...],
     tensors: list[Tensor],
-    main_by_name: bool,
+    receiver: int,
     home_of: Callable[[Any], ReferenceId | None],
     inlines: bool,
 ) -> tuple[bytearray, bool] | Literal[False] | None:
@@ -117,7 +117,7 @@ def plain_frame(
         span: The context of the span that the call carries, or empty.
         values: The arguments.
         tensors: An empty list, which gets the tensors.
-        main_by_name: As for ``values.encode``.
+        receiver: As for ``values.encode``.
         home_of: As for ``values.encode``.
         inlines: Whether tensors may stand in the frame.
 
@@ -126,7 +126,7 @@ def plain_frame(
         tensors that do not stand in the frame, and for those in torch's modes, where they cannot
         be read.
     """
-    payload = encode(values, tensors, main_by_name, home_of)
+    payload = encode(values, tensors, receiver, home_of)
     if payload is None:
         return False
     inlined: Encoded | None = NO_TENSORS
@@ -231,7 +231,7 @@ class Encoder:
         made: tuple[bytearray, bool | None] | Literal[False] | None = None
         if name is not None and not peer.is_self:
             inlines = not (peer.device_maps.moves_host_of_calls or shared_ranges)
-            made = encode_whole(*head, values, tensors, peer.main_by_name, home_of, inlines)
+            made = encode_whole(*head, values, tensors, peer.receiver, home_of, inlines)
         if not made:
             if has_modes():
                 check_untraced()
@@ -286,7 +286,7 @@ class Encoder:
         packed = None
         if not (peer.is_self or called or needs_pickle):
             tensors: list[Tensor] = []
-            payload = encode(values, tensors, peer.main_by_name, home_of)
+            payload = encode(values, tensors, peer.receiver, home_of)
             if payload is not None and all(map(is_dense, tensors)):
                 packed = Packed(payload, tensors, [])
         if packed is None:

@@ -216,8 +216,8 @@ class Worker:
                 and context_id in NO_CONTEXTS
                 and not (peer.is_self or peer.device_maps.moves_host_of_answers or shared_ranges)
             ):
-                by_name, most = peer.main_by_name, self._tensor_limit
-                answer = native.encode_result(number, context_id, result, by_name, most, no_home)
+                receiver, most = peer.receiver, self._tensor_limit
+                answer = native.encode_result(number, context_id, result, receiver, most, no_home)
             if not answer:
                 payload, tensors, externals, inlined = self.encoder.packed_result(
                     peer, result, answer is False

@@ -51,7 +51,7 @@ def answer_by(twin: Any, result: object, context_id: int = 0) -> tuple[bytes, in
     encoder = Encoder.__new__(Encoder)
     encoder._tensor_limit = LIMIT
     encoder._arrivals = mock.Mock(keeps_graphs=False)
-    peer = mock.Mock(is_self=False, main_by_name=True, lost=None)
+    peer = mock.Mock(is_self=False, main_by_name=True, receiver=1, lost=None)
     peer.name, peer.pack, peer.pickle = "caller", PACK, functools.partial(PACK, needs_pickle=True)
     peer.device_maps.moves_host_of_answers = False
     peer.registration.is_strict = False

@@ -209,6 +209,8 @@ class Peer:
         self.id = registration.id
         self.name = registration.name
         self.main_by_name = main_by_name
+        self.receiver = int(main_by_name)
+        """As for ``values.encode``."""
         self.is_self = is_self
         self.ways = Ways(self.name)
         """The channels to and from it; there are none before the first connection."""
