@@ -506,7 +506,7 @@ def greet(member: Member, key: Secret = KEY) -> tuple[socket.socket, Handshake]:
     """Greets a member over a new data connection, as its peer would."""
     connection = addresses.dial(member.address, LIMIT_S)
     handshake = Handshake.dial(connection, key, time.monotonic() + LIMIT_S)
-    handshake.send(Kind.HELLO, Greeting(0, facts={"purpose": "data", "set": 1}))
+    handshake.send(Kind.HELLO, Greeting(0, facts={"purpose": "data", "set_number": 1}))
     return connection, handshake
 
 
