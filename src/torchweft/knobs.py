@@ -24,7 +24,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from typing import Any, Generic, TypeVar
 
 from torchweft.arguments import did_you_mean
@@ -96,8 +95,8 @@ class _Tunable(Generic[Value]):
             read = _size_of if self.name.endswith("_BYTES") else type(self.default)
             value: Any = read(text)
             default: Any = self.default
-            # NaN is no value either. A negative one has a meaning only where the default has one.
-            if isinstance(value, str) or value >= 0 or value < 0 > default:
+            # A negative value has a meaning only where the default has one, and NaN has none.
+            if isinstance(value, str) or value >= 0 or (value < 0 and default < 0):
                 return value  # type: ignore[no-any-return]
         except ValueError:
             pass
@@ -160,6 +159,8 @@ def _settings_of(text: str) -> dict[str, str]:
 
 def _size_of(text: str) -> int:
     """Returns the bytes that a text means; raises ValueError if the text is invalid."""
+    from fractions import Fraction  # It imports much, and few processes set a size.
+
     found = _SIZE.fullmatch(text.strip())
     if found is None or ("b" in text.lower()) < bool(found[2]):
         raise ValueError("no size, or a unit like M, which may mean MB or MiB")
