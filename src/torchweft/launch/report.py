@@ -8,13 +8,12 @@ not in an exit code: ``MemoryKills`` detects whether the kernel has killed for l
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchweft.launch.console import Console
@@ -136,13 +135,12 @@ _COUNTER = "oom_kill"
 class MemoryKills:
     """Detects whether the kernel has killed for lack of memory: a ``SIGKILL`` does not tell.
 
-    Control groups (of version 2) count such kills as ``oom_kill`` in ``memory.events``. Workers are
-    in the group of their launcher. In a container, the group's path may be a path of the host,
-    which is not visible there; the container's group is then at the mount itself.
+    Control groups count such kills: ``oom_kill`` in ``memory.events`` of version 2, and in
+    ``memory.oom_control`` of version 1. Workers are in the group of their launcher.
 
     Args:
         mount: Where control groups are mounted.
-        membership: The file that names the control group of this process.
+        membership: The file that names the control groups of this process.
     """
 
     def __init__(
@@ -150,13 +148,9 @@ class MemoryKills:
         mount: Path = Path("/sys/fs/cgroup"),
         membership: Path = Path("/proc/self/cgroup"),
     ) -> None:
-        self._file: Path | None = None
-        with contextlib.suppress(OSError):
-            for line in membership.read_text().splitlines():
-                if line.startswith("0::"):
-                    own = mount / line.removeprefix("0::").lstrip("/") / "memory.events"
-                    found = (each for each in (own, mount / own.name) if _read(each) is not None)
-                    self._file = next(found, None)
+        self._file = next(
+            (file for file in _candidates(mount, membership) if _read(file) is not None), None
+        )
         self._seen = 0 if self._file is None else _read(self._file) or 0
 
     def take_one(self) -> bool | None:
@@ -170,6 +164,28 @@ class MemoryKills:
         is_new = count > self._seen
         self._seen += is_new
         return is_new
+
+
+def _candidates(mount: Path, membership: Path) -> Iterator[Path]:
+    """Returns the possible paths of the counter.
+
+    In a container, the group's path may be a path of the host, which is not visible there. The
+    container's group is then at the mount itself.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, name = mount / "memory", "memory.oom_control"
+        elif not controllers:
+            root, name = mount, "memory.events"
+        else:
+            continue
+        yield root / path.lstrip("/") / name
+        yield root / name
 
 
 def _read(file: Path) -> int | None:

@@ -240,8 +240,9 @@ def groups(tmp_path: Path) -> ControlGroups:
 
 VERSIONS = [
     (("0::/user/run",), "user/run/memory.events"),
-    (("5:devices:/other", "0::/user/run"), "user/run/memory.events"),
+    (("5:devices:/other", "4:memory:/user/run", "0::/"), "memory/user/run/memory.oom_control"),
     (("0::/not/seen/here",), "memory.events"),
+    (("4:memory:/not/seen/here",), "memory/memory.oom_control"),
 ]
 
 
@@ -259,7 +260,7 @@ def test_each_new_kill_is_told_of_once(
 
 def test_nothing_is_claimed_where_nothing_is_counted(groups: ControlGroups) -> None:
     assert groups.watch().take_one() is None
-    groups.belong_to("0::/", "1:name=systemd:/", "4:memory:/user/run")
+    groups.belong_to("0::/", "1:name=systemd:/")
     assert groups.watch().take_one() is None
     groups.count("memory.events", 1)
     (groups.mount / "memory.events").write_text("oom 3\n")
