@@ -157,8 +157,10 @@ class Hello(NamedTuple):
         return None
 
     def facts(self) -> dict[str, Any]:
-        """Returns the fields of the greeting."""
-        return {**self._asdict(), "purpose": self.purpose.value}
+        """Returns the fields of the greeting that do not have their defaults."""
+        told = {**self._asdict(), "purpose": self.purpose.value}
+        defaults = {**self._field_defaults, "purpose": Purpose.LINK.value}
+        return {name: value for name, value in told.items() if value != defaults[name]}
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Hello:
