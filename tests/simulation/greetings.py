@@ -125,6 +125,7 @@ class Dialled:
         elif not end.is_open:
             self._fail(Failure.BROKEN, "it hangs up at once")
         else:
+            self._half.machine.reached(self._node.clock.now_s)
             self._talk = Talk(end, self._on_challenge, self._on_broken)
 
     def _on_challenge(self, _: Any) -> None:

@@ -31,7 +31,8 @@ class Weather:
         window_bytes: How many unconfirmed bytes a connection takes.
         breaks: Probability, for each piece, that its connection breaks after it.
         deafness: Probability, for each end of a connection that breaks, that it is not told.
-        misses: Probability that an attempt to connect gets no answer.
+        misses: Probability that an attempt to connect gets no answer. The next one between the same
+            places gets through, unless there is a cut.
     """
 
     longest_delay_s: float = 0.1
@@ -141,6 +142,8 @@ class Streams:
         self._cut: set[tuple[int, int]] = set()
         self._walls: set[tuple[int, int]] = set()
         self._waiting: list[Callable[[], None]] = []
+        self._missed: set[tuple[int, int]] = set()
+        """The source and target of each latest attempt to connect that got no answer."""
 
     # Operations of workers
 
@@ -157,8 +160,13 @@ class Streams:
         on_refused: Callable[[], None],
     ) -> None:
         """Opens a connection; calls one of the two functions, or none."""
-        is_heard = self._is_heard(place, target) and (place, target) not in self._walls
-        if is_heard and self.chance.random() >= self.weather.misses:
+        way = place, target
+        if not self._is_heard(*way) or way in self._walls:
+            return
+        if self.chance.random() < self.weather.misses and way not in self._missed:
+            self._missed.add(way)
+        else:
+            self._missed.discard(way)
             self.timeline.later(self.delay_s(), self._accept, place, target, on_open, on_refused)
 
     # Operations of the world

@@ -20,7 +20,10 @@ from tests.simulation.seeds import batches, name_of, try_seeds
 from tests.simulation.streams import Weather
 from torchweft.engine.protocol.connecting import State
 
-LIMITS = Limits(detection_s=10.0, reconnect_s=60.0, connect_s=20.0)
+LIMITS = Limits(detection_s=20.0, reconnect_s=60.0, connect_s=20.0)
+"""A worker redials from half of ``detection_s`` in silence on. The other half must outlast a cut,
+and then two attempts, whatever the worker's clock says: else the network would lose the living.
+"""
 SEED_COUNT = 600
 SLACK_S = 3.0
 LONGEST_CUT_S = 4.0

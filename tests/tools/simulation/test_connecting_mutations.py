@@ -103,6 +103,13 @@ class KnowsNoOffer(Connecting):
         return super().hello(me, said)
 
 
+class ForgetsWhoAccepts(Connecting):
+    """Takes no notice that the peer's system accepts connections."""
+
+    def reached(self, now_s: float) -> None:
+        pass
+
+
 class LetsItsOfferLie(Connecting):
     """Does not repeat an offer when it hears that the answer to it was lost."""
 
@@ -159,7 +166,8 @@ MUTANTS = {
     WaitsForTheGoneInASession: 3,
     BothResume: 3,
     KnowsNoOffer: 5,
-    LetsItsOfferLie: 34,
+    ForgetsWhoAccepts: 1158,
+    LetsItsOfferLie: 232,
     LosesAgain: 3,
     IgnoresFarewells: 6,
     OffersBesideAnAccept: 14,

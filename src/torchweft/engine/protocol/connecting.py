@@ -512,6 +512,10 @@ class FirstDial:
     only the caller's own deadline ends the attempts. Time in which this process was stopped or held
     up does not count.
 
+    A connection that the peer's system accepted may stand for long before it breaks: the peer may
+    be busy. That time does not count either, up to another ``timeout_s``. A proxy may accept
+    connections for a dead worker, so a connection that breaks is no sign of life by itself.
+
     Args:
         now_s: The time now.
         deadline_s: The time at which the caller gives up waiting; may be infinite.
@@ -522,14 +526,21 @@ class FirstDial:
         self._deadline_s = deadline_s
         self._timeout_s = timeout_s
         self._give_up_s = now_s + timeout_s
+        self._allowance_s = timeout_s
+        self._reached_s = math.inf
         self._pause_s = FIRST_PAUSE_S
         self._next_s = self._due_s = now_s
         self._was_heard = False
 
     def limit_s(self, now_s: float) -> float:
         """Returns the deadline of an attempt that begins now."""
+        self._reached_s = math.inf
         self._due_s = min(now_s + self._timeout_s, self._deadline_s)
         return self._due_s
+
+    def reached(self, now_s: float) -> None:
+        """Notes that the peer's system accepted the connection of the attempt."""
+        self._reached_s = now_s
 
     def heard(self) -> None:
         """Notes that the peer made a connection, for any purpose, and so is alive."""
@@ -554,8 +565,10 @@ class FirstDial:
         self._excuse(now_s)
         if failure in (Failure.REFUSED, Failure.GONE):
             return Lose(cause, failure)
+        self._discount(now_s)
         if failure in (Failure.BUSY, Failure.CROSSED) or self._was_heard:
             self._give_up_s = now_s + self._timeout_s
+            self._allowance_s = self._timeout_s
             self._was_heard = False
         elif now_s + self._pause_s > self._give_up_s:
             return Lose(cause, failure)
@@ -568,6 +581,12 @@ class FirstDial:
     def _wait(self, until_s: float) -> Wait:
         self._due_s = until_s
         return Wait(until_s)
+
+    def _discount(self, now_s: float) -> None:
+        """Adds the time for which the attempt's connection stood to the peer's time limit."""
+        stood_s = min(max(now_s - self._reached_s, 0.0), self._allowance_s)
+        self._allowance_s -= stood_s
+        self._give_up_s += stood_s
 
     def _excuse(self, now_s: float) -> None:
         """Restarts the peer's time limit if this side is late."""
@@ -672,6 +691,16 @@ class Connecting:
             return False
         self._is_offered = True
         return True
+
+    def reached(self, now_s: float) -> None:
+        """Notes that the peer's system accepted a connection of this side, which may still break.
+
+        For a session, that is a sign of life.
+        """
+        if self._first is not None:
+            self._first.reached(now_s)
+        if self._contact is not None:
+            self._contact.reached(now_s)
 
     def dial_failed(self, now_s: float, failure: Failure, cause: str) -> Step:
         """Returns the next step after the attempt of ``Dial`` failed."""

@@ -78,6 +78,15 @@ class Contact:
         if not self.is_broken:
             self._limit_s = max(self._limit_s, at_s + self._detection_s)
 
+    def reached(self, now_s: float) -> None:
+        """Notes that the peer's system accepted a new connection.
+
+        The peer is alive, although the old connection is still suspect. Without a connection the
+        limit stays: the system of another process may have accepted.
+        """
+        if not self.is_broken:
+            self._limit_s = max(self._limit_s, now_s + self._detection_s)
+
     def broke(self, now_s: float, cause: str, *, is_answer: bool) -> None:
         """Notes that the connection ended, and makes the next dial due at once.
 

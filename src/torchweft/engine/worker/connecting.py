@@ -375,13 +375,13 @@ class Connector:
                 address = addresses.parse(text)
                 is_secure = getattr(address, "is_secure", None)  # Not of a Unix socket.
                 if reaching.may_dial(text, is_secure, is_far=addresses.is_far(address)):
-                    return self._open_at(address, peer.id, deadline_s)
+                    return self._open_at(address, peer, deadline_s)
             except (OSError, ProtocolError, ConfigurationError) as error:
                 if not reaching.goes_on_after(text, error):
                     raise
         raise reaching.error()
 
-    def _open_at(self, address: addresses.Address, to: int, deadline_s: float) -> socket.socket:
+    def _open_at(self, address: addresses.Address, peer: Peer, deadline_s: float) -> socket.socket:
         """Connects to a worker's address, and sends a voucher at once."""
         remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0:
@@ -390,8 +390,10 @@ class Connector:
             connection = addresses.dial(address, remaining_s)
         except TimeoutError:
             raise ConnectionError(f"no answer within {remaining_s:.1f} s") from None
-        voucher = new_voucher(self.key, to)
         try:
+            with peer.state_lock:
+                peer.connecting.reached(time.monotonic())
+            voucher = new_voucher(self.key, peer.id)
             if self.tls is None or isinstance(address, addresses.UnixAddress):
                 connection.sendall(frame_with(voucher))
                 return connection

@@ -154,7 +154,9 @@ def test_a_peer_that_lives_is_dialled_until_the_deadline(failure: Failure) -> No
     assert dials > 50
 
 
-def test_a_peer_that_cannot_be_reached_is_given_up() -> None:
+@pytest.mark.parametrize("has_proxy", [False, True])
+def test_a_peer_that_cannot_be_reached_is_given_up(*, has_proxy: bool) -> None:
+    """As soon if a proxy accepts each connection and ends it."""
     machine, now_s = wanting(), 0.0
     step = machine.dial_failed(now_s, Failure.BROKEN, "no route")
     pauses = []
@@ -164,10 +166,43 @@ def test_a_peer_that_cannot_be_reached_is_given_up() -> None:
             now_s = step.until_s
             step = machine.go_on(now_s)
         else:
+            if has_proxy:
+                machine.reached(now_s)
             step = machine.dial_failed(now_s, Failure.BROKEN, "no route")
     assert TIMEOUT_S - LONGEST_PAUSE_S <= now_s <= TIMEOUT_S
     assert pauses[:2] == pytest.approx([FIRST_PAUSE_S, 2 * FIRST_PAUSE_S])
     assert max(pauses) <= LONGEST_PAUSE_S + 1e-9
+
+
+def test_a_peer_whose_connection_stood_until_the_time_was_up_gets_another_try() -> None:
+    """A busy peer lives, although the network breaks the connection that its system accepted."""
+    machine = wanting()
+    machine.reached(0.5)
+    step = machine.dial_failed(TIMEOUT_S - 0.01, Failure.BROKEN, "reset")
+    assert step == Wait(TIMEOUT_S - 0.01 + FIRST_PAUSE_S)
+    assert isinstance(machine.go_on(10.01), Dial)
+    # Nothing accepts further attempts: the limit was 10 s, and a connection stood for 9.49 s.
+    assert isinstance(machine.dial_failed(19.0, Failure.BROKEN, "no route"), Wait)
+    assert isinstance(machine.go_on(19.1), Dial)
+    assert isinstance(machine.dial_failed(19.5, Failure.BROKEN, "no route"), Lose)
+
+
+def test_connections_that_stand_and_break_do_not_keep_a_peer_for_ever() -> None:
+    """A proxy may hold each connection to a dead worker for a while, and end it then."""
+    machine, now_s, dials = wanting(), 0.0, 0
+    step: object = machine.go_on(now_s)
+    while not isinstance(step, Lose):
+        if isinstance(step, Dial):
+            dials += 1
+            machine.reached(now_s)
+            now_s += TIMEOUT_S / 2
+            step = machine.dial_failed(now_s, Failure.BROKEN, "reset")
+        else:
+            assert isinstance(step, Wait)
+            now_s = step.until_s
+            step = machine.go_on(now_s)
+    assert dials == 4
+    assert now_s < 2 * TIMEOUT_S + 1.0
 
 
 @pytest.mark.parametrize("failure", [Failure.BROKEN, Failure.BUSY])

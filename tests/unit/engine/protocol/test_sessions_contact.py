@@ -45,6 +45,35 @@ def test_what_was_heard_earlier_is_no_news(contact: Contact) -> None:
     assert contact.silence_s(6.0) == 1.0
 
 
+def test_a_silent_peer_whose_system_accepts_a_connection_is_not_given_up(contact: Contact) -> None:
+    assert contact.step(5.0) is ContactStep.DIAL
+    for now_s in (6.0, 7.0, 8.0, 9.0):
+        assert contact.step(now_s) is ContactStep.NOTHING
+    contact.reached(9.9)
+    assert contact.step(10.0) is ContactStep.NOTHING, "the greeting is under way"
+    contact.dial_failed(10.1, "reset")
+    assert contact.step(10.1 + FIRST_PAUSE_S) is ContactStep.DIAL, "the old connection is suspect"
+    now_s = 11.0
+    contact.dial_failed(now_s, "no answer")
+    while (step := contact.step(now_s)) is not ContactStep.GIVE_UP:
+        if step is ContactStep.DIAL:
+            contact.dial_failed(now_s, "no answer")
+        now_s = contact.due_s()
+    assert now_s == 9.9 + DETECTION_S
+
+
+def test_what_accepts_connections_after_a_break_may_be_no_worker(contact: Contact) -> None:
+    """A proxy in front of a dead one, for instance."""
+    contact.broke(1.0, "reset", is_answer=True)
+    now_s = 1.0
+    while (step := contact.step(now_s)) is not ContactStep.GIVE_UP:
+        if step is ContactStep.DIAL:
+            contact.reached(now_s)
+            contact.dial_failed(now_s, "reset")
+        now_s = contact.due_s()
+    assert now_s == 1.0 + RECONNECT_S
+
+
 def test_silence_is_tried_to_be_broken_and_then_the_end(contact: Contact) -> None:
     assert contact.step(4.99) is ContactStep.NOTHING
     assert contact.step(5.0) is ContactStep.DIAL
