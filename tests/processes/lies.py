@@ -141,7 +141,7 @@ def _frame(kind: Kind, flags: int, number: int, control: bytes) -> bytes:
 
 
 def _step(step: Step) -> Iterator[bytes]:
-    yield _frame(Kind.SHUTDOWN, 0, 0, encode_ints(int(step)))
+    yield _frame(Kind.SHUTDOWN, 0, 0, encode_ints(int(step), 0))
 
 
 def _answers() -> Iterator[bytes]:

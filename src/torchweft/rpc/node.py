@@ -26,7 +26,7 @@ from torchweft.engine.protocol.registration import LEADER
 from torchweft.engine.threads import reports
 from torchweft.engine.threads.reports import Following, Lacking, LongWaits, log_exception, names_of
 from torchweft.engine.wire.frames import Frame
-from torchweft.engine.wire.messages import Kind, decode_step
+from torchweft.engine.wire.messages import Kind, decode_step, encode_texts
 from torchweft.engine.worker import current as current_agent
 from torchweft.engine.worker import deaths
 from torchweft.engine.worker.agent import Agent, Slot
@@ -49,6 +49,7 @@ _log = logging.getLogger("torchweft")
 
 _PROBE_PAUSE_S = 0.005
 _POLL_S = 0.002
+_CAUSE_LENGTH = 512
 _SIGNAL_S = 1.0
 """The longest wait: it delays the handler of a signal that arrived just before it began."""
 
@@ -86,6 +87,7 @@ class Leaving:
         self._is_settling_due = self._is_settling = False
         self._notes_held = False
         self._left: leaving.Left | None = None
+        self._causes: dict[int, str] = {}  # Of the workers that rank 0 knows to be lost.
         self.held: list[str] = []
         """Lines that name the references which the program still held when they were dropped."""
         agent.receiver.on(Kind.SHUTDOWN, self._on_message, inline=True)
@@ -189,7 +191,9 @@ class Leaving:
         self._feed(lambda: self._machine.connection_ended(peer.id))
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
-        step, arguments = decode_step(frame.control)
+        step, arguments, causes = decode_step(frame.control)
+        if step == leaving.Step.CLOSE and peer.id == LEADER:
+            self._causes = dict(zip(arguments, causes, strict=False))
         self._feed(lambda: self._machine.received(peer.id, step, arguments))
 
     def _on_member(self, peer: Peer) -> None:
@@ -231,11 +235,23 @@ class Leaving:
             known = tuple(worker for worker in action.lost if worker in agent.peers)
             for worker in known:
                 # Its session may be broken and not yet given up: it cannot read the farewell.
-                agent.leave_behind(agent.peers[worker], "rank 0 says so")
+                cause = self._causes.get(worker)
+                says = f"rank 0 says: {cause}" if cause else "rank 0 says so"
+                agent.leave_behind(agent.peers[worker], says)
             self._left = leaving.Left(known)
 
     def _tell(self, peer: Peer, action: leaving.Send) -> None:
-        self._agent.sender.post_ints(peer, Kind.SHUTDOWN, action.step, *action.arguments)
+        step, arguments = action.step, action.arguments
+        tail = b""
+        if step is leaving.Step.CLOSE:
+            tail = encode_texts([self._cause(worker) for worker in arguments])
+        values = (step, len(arguments), *arguments)
+        self._agent.sender.post_ints(peer, Kind.SHUTDOWN, *values, tail=tail)
+
+    def _cause(self, worker: int) -> str:
+        """Returns why a worker is lost, for the other workers: they may not have heard of it."""
+        lost = self._agent.peers[worker].lost
+        return (lost.cause or "")[:_CAUSE_LENGTH] if lost is not None else ""
 
     def _watch(self, _: object, __: object) -> None:
         """Connects to all workers, so that a death before ``shutdown`` is noticed."""

@@ -42,6 +42,7 @@ from torchweft.engine.wire.messages import (
     encode_call,
     encode_ints,
     encode_reply,
+    encode_texts,
     pass_span,
 )
 from torchweft.ids import WORKER_SHIFT, ReferenceId, scoped_id
@@ -289,7 +290,9 @@ class Others:
     def _step(self) -> bytes:
         step = self.chance.choice(list(Step)) if self._any(3) else self._any(5)
         arguments = [self.chance.choice((HONEST, VICTIM, self._me, 1)) for _ in range(self._any(2))]
-        return _frame(Kind.SHUTDOWN, 0, 0, encode_ints(step, *arguments))
+        texts = encode_texts(["a lie"]) if self._any(1) else b""
+        control = encode_ints(step, len(arguments), *arguments) + texts
+        return _frame(Kind.SHUTDOWN, 0, 0, control)
 
     def _span(self) -> bytes:
         name = self._pass()

@@ -23,6 +23,7 @@ from torchweft.engine.wire.messages import (
     encode_ints,
     encode_reply,
     encode_tables,
+    encode_texts,
 )
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.ids import ReferenceId
@@ -79,8 +80,11 @@ def _tables(data: memoryview) -> bytes:
 
 
 def _step(data: memoryview) -> bytes:
-    step, arguments = decode_step(data)
-    return encode_ints(step, *arguments)
+    step, arguments, texts = decode_step(data)
+    # A list of texts has many forms in JSON: the message that is made again has the usual one.
+    again = encode_ints(step, len(arguments), *arguments) + encode_texts(texts)
+    assert decode_step(again) == (step, arguments, texts)
+    return bytes(data)
 
 
 _TRIPS: tuple[Callable[[memoryview], bytes], ...] = (
@@ -135,7 +139,7 @@ def seeds() -> list[bytes]:
         _value_seed(3),
         _value_seed(("text", {1: [2.5, None]}, torch.ones(2), torch.ones(3, 2).t())),
         b"\4" + encode_ints(1, 0),
-        b"\4" + encode_ints(6, 2, 3),
+        b"\4" + encode_ints(6, 2, 2, 3) + encode_texts(["end of file", ""]),
     ]
 
 

@@ -42,6 +42,7 @@ from torchweft.engine.wire.messages import (
     encode_ints,
     encode_reply,
     encode_tables,
+    encode_texts,
     pass_span,
 )
 from torchweft.engine.worker.tensor_messages import decode_table, encode_table
@@ -184,7 +185,7 @@ def seeds() -> list[bytes]:
         _frame(Kind.REPLY, ERROR_REPLY, encode_reply(0, 0, (), b"an error"), []),
         *[_frame(kind, 0, encode_ints(5), []) for kind in (Kind.PULLED, Kind.SUPPLY)],
         _frame(Kind.RELEASE_CONTEXT, 0, encode_ints(1), []),
-        _frame(Kind.SHUTDOWN, 0, encode_ints(6, 2), []),
+        _frame(Kind.SHUTDOWN, 0, encode_ints(6, 1, 2) + encode_texts(["end of file"]), []),
     ]
     return [*whole, whole[3] + whole[4] + whole[5], b"".join(whole)]
 

@@ -52,7 +52,7 @@ def test_no_time_is_spent_on_a_lost_worker_whose_session_is_broken() -> None:
         assert peer.lost.cause == "rank 0 says so"
 
 
-def test_rank_0_tells_that_a_worker_is_lost() -> None:
+def test_rank_0_tells_why_a_worker_is_lost() -> None:
     with group_of(3) as (first, second, third), contextlib.ExitStack() as ending:
         ending.callback(current_agent.install, None)
         nodes = []
@@ -65,6 +65,6 @@ def test_rank_0_tells_that_a_worker_is_lost() -> None:
         told = second.peer(third)
         wait_until(lambda: told.lost, "the end of the group")
         assert told.lost is not None
-        assert told.lost.cause == "rank 0 says so"
+        assert told.lost.cause == "rank 0 says: its program raised ValueError: boom"
         for node in nodes:
             node.end(CLOSE_LIMIT_S)

@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 
 
 def _check_step(me: int, sender: int, control: Buffer) -> None:
-    step, _ = decode_step(control)
+    step, _, _ = decode_step(control)
     if step in LED_STEPS and sender != LEADER:
         raise ProtocolError(f"worker {sender} sends shutdown step {step}, which rank 0 alone sends")
     if step in STEPS_TO_LEADER and me != LEADER:

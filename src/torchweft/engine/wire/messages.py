@@ -22,9 +22,9 @@ descriptions, a table of the buffers with their memory, and the sizes of both::
     descriptions | channel table | size of the descriptions u32 | channel table size u32
 
 ``SHUTDOWN`` is a step of leaving the group, with its arguments. The last step of a closed group
-names the lost workers::
+names the lost workers; the texts say why each is lost, as a list in JSON::
 
-    SHUTDOWN        step i64 | each argument i64
+    SHUTDOWN        step i64 | arguments i64 | each argument i64 | texts, if any
 
 ``PASS_SPAN`` is the context of the span of a backward pass, whose number is that of the frame,
 behind the number of the autograd context. It
@@ -36,6 +36,7 @@ This layer reads neither payloads nor tensors.
 from __future__ import annotations
 
 import enum
+import json
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -92,6 +93,7 @@ _GRAPH_BEGIN = 16
 _REPLY_HEAD = struct.Struct("<QQII")
 _TABLE_SIZES = struct.Struct("<II")
 _REFERENCE = struct.Struct("<qqqq")
+_STEP_BYTES = 16
 NUMBER = struct.Struct("<Q")
 """A number of a message."""
 _CALL_BYTES, _REPLY_BYTES, _REFERENCE_BYTES = _CALL_HEAD.size, _REPLY_HEAD.size, _REFERENCE.size
@@ -346,7 +348,29 @@ def decode_ints(data: Buffer, least: int = 0) -> tuple[int, ...]:
     return values
 
 
-def decode_step(control: Buffer) -> tuple[int, list[int]]:
-    """Returns the step and the arguments in a ``SHUTDOWN``; raises ProtocolError as above."""
-    step, *arguments = decode_ints(control, least=1)
-    return step, arguments
+def encode_texts(texts: Sequence[str]) -> bytes:
+    """Returns the texts at the end of a ``SHUTDOWN``."""
+    return json.dumps(texts).encode() if texts else b""
+
+
+def decode_step(control: Buffer) -> tuple[int, list[int], list[str]]:
+    """Returns the step, the arguments and the texts in a ``SHUTDOWN``.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
+    step, count = decode_ints(control[:_STEP_BYTES], least=2)
+    end = _STEP_BYTES + 8 * count
+    if not _STEP_BYTES <= end <= len(control):
+        raise ProtocolError(f"a shutdown message of {len(control)} bytes has {count} arguments")
+    return step, list(decode_ints(control[_STEP_BYTES:end])), _decode_texts(bytes(control[end:]))
+
+
+def _decode_texts(data: bytes) -> list[str]:
+    try:
+        texts = json.loads(data) if data else []
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the texts of a shutdown message are no JSON: {error}") from None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ProtocolError("the texts of a shutdown message are no list of texts")
+    return texts

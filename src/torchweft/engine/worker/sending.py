@@ -123,9 +123,9 @@ class Sender:
             with contextlib.suppress(WorkerLost, NotInitialized):
                 self.send(peer, message, may_block=False)
 
-    def post_ints(self, peer: Peer, kind: Kind, *values: int) -> None:
-        """Sends a small control message of integers without ever blocking."""
-        control = encode_ints(*values)
+    def post_ints(self, peer: Peer, kind: Kind, *values: int, tail: bytes = b"") -> None:
+        """Sends a small control message of integers, and bytes, without ever blocking."""
+        control = encode_ints(*values) + tail
         if peer.is_self:
             self.post(peer, Frame(kind, 0, 0, control, ()))
         else:

@@ -32,6 +32,7 @@ from torchweft.engine.wire.messages import (
     encode_ints,
     encode_reply,
     encode_tables,
+    encode_texts,
     pass_span,
 )
 from torchweft.errors import ProtocolError, SerializationError
@@ -141,11 +142,25 @@ def test_integers_survive(values: list[int]) -> None:
     assert decode_ints(encode_ints(*values)) == tuple(values)
 
 
-def test_a_step_has_its_arguments() -> None:
-    assert decode_step(encode_ints(6, 2, 1)) == (6, [2, 1])
-    for control in (b"", encode_ints(6)[:-1], encode_ints(6, -1)):
-        with pytest.raises(ProtocolError, match="integers"):
-            decode_step(control)
+@settings(max_examples=examples(40))
+@given(natural, st.lists(natural, max_size=5), st.lists(st.text(max_size=5), max_size=3))
+def test_steps_survive(step: int, arguments: list[int], texts: list[str]) -> None:
+    control = encode_ints(step, len(arguments), *arguments) + encode_texts(texts)
+    assert decode_step(control) == (step, arguments, texts)
+
+
+@pytest.mark.parametrize(
+    "control", [encode_ints(6), encode_ints(6, -1), encode_ints(6, 2, 1), encode_ints(6, 1 << 62)]
+)
+def test_a_step_with_a_wrong_count_is_refused(control: bytes) -> None:
+    with pytest.raises(ProtocolError, match=r"shutdown message|integers"):
+        decode_step(control)
+
+
+@pytest.mark.parametrize("texts", [b"boom", b"\xff", b"7", b'{"a": 1}', b"[1]", b"[" * 100_000])
+def test_texts_of_a_step_are_a_list_of_texts(texts: bytes) -> None:
+    with pytest.raises(ProtocolError, match="texts of a shutdown message"):
+        decode_step(encode_ints(6, 0) + texts)
 
 
 Decode = Callable[[bytes], object]
