@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import ForwardRef
 
+from tests.fuzz.auditing import add_hook
 from tests.fuzz.strict import program
 from torchweft.engine.codec import tensors
 
@@ -25,8 +26,6 @@ _LOOKS_FOR_GPUS = (
 library again and again, and older releases set a default for how CUDA loads code."""
 
 _deeds: list[str] = []
-_is_watching = False
-
 
 _PARSERS = (ast.parse.__code__, ForwardRef.__init__.__code__)
 """Functions that compile source text without running it: for tracebacks, and for annotations."""
@@ -39,7 +38,7 @@ def _is_of_views() -> bool:
 
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:
-    if not _is_watching or not event.startswith(_DEEDS) or event.startswith(_HARMLESS):
+    if not event.startswith(_DEEDS) or event.startswith(_HARMLESS):
         return
     if (event, arguments) in _LOOKS_FOR_GPUS or (event == "ctypes.string_at" and _is_of_views()):
         return
@@ -50,7 +49,7 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
         raise PermissionError(event)
 
 
-sys.addaudithook(_watch)
+_watching = add_hook(_watch)
 
 
 def read_sources() -> None:
@@ -64,12 +63,10 @@ def read_sources() -> None:
 @contextlib.contextmanager
 def nothing_else_done() -> Iterator[None]:
     """Asserts that a block does nothing beyond what is registered."""
-    global _is_watching
-    _is_watching = True
     try:
-        yield
+        with _watching():
+            yield
     finally:
-        _is_watching = False
         done, _deeds[:] = list(_deeds), []
         sung, program.sung[:] = list(program.sung), []
     assert not done, f"a message had this done: {done}"

@@ -13,7 +13,6 @@ import importlib
 import operator
 import os
 import pickle
-import sys
 import warnings
 from collections import OrderedDict, deque
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.fuzz.auditing import add_hook
 from tests.fuzz.target import Target
 from torchweft.engine.codec.objects import Packed, pack, register_external
 from torchweft.engine.codec.reading import AllowList, make_reader
@@ -59,18 +59,17 @@ class _Reference:
 _EXTERNALS = (_Reference(), _Reference())
 _reader = make_reader((__name__,), False, "worker0")
 _deeds: list[str] = []
-_is_watching = False
 
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:
-    if _is_watching and event.startswith(_DEEDS):
+    if event.startswith(_DEEDS):
         _deeds.append(f"{event}{arguments!r}"[:200])
         raise PermissionError(event)
 
 
 # Printing a warning opens the source file that it refers to.
 warnings.filterwarnings("ignore", "Using a non-tuple sequence for multidimensional indexing")
-sys.addaudithook(_watch)
+_watching = add_hook(_watch)
 for _encoding in ("raw_unicode_escape", "latin-1", "ascii", "utf-8"):
     codecs.lookup(_encoding)  # The first pickle in an old protocol would import it.
 
@@ -99,16 +98,13 @@ _BEFORE = _state()
 
 def run(data: bytes) -> Exception | None:
     """Reads a pickle, and drops the result."""
-    global _is_watching
     refusal: Exception | None = None
     tensors = _tensors()
-    _is_watching = True
-    try:
-        _reader.unpack(data, tensors, _EXTERNALS)
-    except WeftError as error:
-        refusal = error
-    finally:
-        _is_watching = False
+    with _watching():
+        try:
+            _reader.unpack(data, tensors, _EXTERNALS)
+        except WeftError as error:
+            refusal = error
     done, _deeds[:] = list(_deeds), []
     assert not done, f"a pickle did this: {done}"
     assert _state() == _BEFORE, "a pickle has changed what it names"
