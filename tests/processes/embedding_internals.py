@@ -16,7 +16,7 @@ from torchweft.embedding import (
     TableConfig,
     Tables,
 )
-from torchweft.embedding.host import host_of
+from torchweft.embedding.server import host_of
 
 
 def set_rule_of_server(name: str, rule: Rule | None) -> None:

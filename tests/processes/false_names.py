@@ -15,11 +15,10 @@ from torchweft.embedding import (
     SGD,
     TableConfig,
     Tables,
-    aggregator,
-    host,
+    groups,
     plan_tables,
 )
-from torchweft.embedding.host import Options
+from torchweft.embedding.server import Options
 from torchweft.errors import CheckpointError, ConfigurationError, NotAllowed
 from torchweft.hybrid.clipping import measure
 from torchweft.weights import Publisher, Subscriber, inbox
@@ -66,7 +65,8 @@ def begin(directory: str) -> None:
     members = HONEST, SERVER
     grouped = Options(plan.layout, members, 0, True, 0, groups=(members,))
     _kept["options"] = grouped
-    _kept["group"], _ = rpc.rpc_sync(HONEST, aggregator.join, ("grouped", grouped, 0, 0, LIMIT_S))
+    _kept["host"] = tables._client._hosts[SERVER]
+    _kept["group"], _ = rpc.rpc_sync(HONEST, groups.join, ("grouped", grouped, 0, 0, {}, LIMIT_S))
     made = StepGate()
     _kept["gate"] = made.reference
     rpc.rpc_sync(HONEST, gate._enter, (made.reference, STEP))
@@ -103,7 +103,7 @@ def finish() -> dict[str, Any]:
     found["written"] = rpc.rpc_sync(SERVER, owner.write, given)[0] > 0
     _kept["publisher"].local_value().publish()
     found["version"] = rpc.rpc_sync(SERVER, take, (LIMIT_S,))
-    rpc.rpc_sync(HONEST, aggregator.leave, ("grouped",))
+    _kept["group"].rpc_sync().close()
     return found
 
 
@@ -124,7 +124,7 @@ def _told(what: str) -> Any:
 
 def _push(trainer: int) -> Any:
     pushes = [(0, 1, [(torch.tensor([1]), torch.full((1, 2), 9.0, dtype=torch.float64))])]
-    return rpc.rpc_sync(SERVER, host.push, ("alone", trainer, 0, 100.0, 0, pushes))
+    return _told("host").rpc_sync().push(trainer, 0, 100.0, 0, pushes)
 
 
 def _announce() -> Any:
@@ -139,7 +139,7 @@ def _write() -> Any:
 def _join_group() -> Any:
     # Its own options name it a member of the group that others have made.
     options = _told("options")._replace(groups=((HONEST, LIAR),), trainers=(HONEST, LIAR))
-    return rpc.rpc_sync(HONEST, aggregator.join, ("grouped", options, 0, 0, LIMIT_S))
+    return rpc.rpc_sync(HONEST, groups.join, ("grouped", options, 0, 0, {}, LIMIT_S))
 
 
 _MAY_NOT = f"NotAllowed: worker {LIAR!r} may not"
@@ -147,21 +147,16 @@ _KEY = "alone", "token", 1
 LIES: dict[str, Callable[[], Any]] = {
     "a push of another trainer": lambda: _push(0),
     "a push of the last trainer": lambda: _push(-1),
-    "a pull of another trainer": lambda: rpc.rpc_sync(SERVER, host.pull, ("alone", 0, 0, [])),
-    "a refresh of another trainer": lambda: rpc.rpc_sync(SERVER, host.refresh, ("alone", 0, 0, [])),
-    "another trainer closes tables": lambda: rpc.rpc_sync(SERVER, host.close, ("alone",)),
+    "a pull of another trainer": lambda: _told("host").rpc_sync().pull(0, 0, []),
+    "another trainer closes tables": lambda: _told("host").rpc_sync().close(),
     "gradients of another trainer": lambda: rpc.rpc_sync(SERVER, measure, (_KEY, 0, 2.0, True, {})),
     "another is in the group": lambda: rpc.rpc_sync(
-        HONEST, aggregator.join, ("grouped", _told("options"), 0, 0, LIMIT_S)
+        HONEST, groups.join, ("grouped", _told("options"), 0, 0, {}, LIMIT_S)
     ),
     "this worker is in the group": _join_group,
-    "a push of another member": lambda: rpc.rpc_sync(
-        HONEST, aggregator.push, ("grouped", 1, 0, 0.1, 0, {})
-    ),
-    "a pull of another member": lambda: rpc.rpc_sync(
-        HONEST, aggregator.pull, ("grouped", 1, 0, {})
-    ),
-    "another member leaves": lambda: rpc.rpc_sync(HONEST, aggregator.leave, ("grouped",)),
+    "a push of another member": lambda: _told("group").rpc_sync().push(1, 0, 0.1, 0, {}),
+    "a pull of another member": lambda: _told("group").rpc_sync().pull(1, 0, {}),
+    "another member leaves": lambda: _told("group").rpc_sync().close(),
     "another's step has ended": lambda: rpc.rpc_sync(HONEST, gate._end, (_told("gate"), STEP)),
     "another's part is dropped": lambda: rpc.rpc_sync(SERVER, owner.drop, (TICKET,)),
     "another's part is written": _write,

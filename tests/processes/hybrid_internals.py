@@ -17,10 +17,8 @@ from tests.contract.processes.hybrid_functions import (
     loss_of,
     make_net,
 )
-from torchweft import rpc
 from torchweft.embedding import (
     RowWise,
-    host,
 )
 from torchweft.hybrid import HybridModel, HybridOptimizer, init_process_group, recover
 
@@ -73,7 +71,8 @@ def train_with_recovery(
             raise ValueError("a mistake of the program")
         loss.backward()  # type: ignore[no-untyped-call]
         if is_last_act and at == "push":
-            while rpc.rpc_sync(killed, host.missing, ("hybrid",)) != [trainers[0]]:
+            host = model.tables._client._hosts[killed]  # type: ignore[union-attr]
+            while host.rpc_sync().missing() != [trainers[0]]:
                 pass
             _kill(killed)
         optimizer.step()

@@ -16,7 +16,6 @@ from torchweft.embedding import (
     InputError,
     StepError,
     TableWise,
-    host,
 )
 from torchweft.errors import (
     ConfigurationError,
@@ -63,7 +62,7 @@ def test_a_server_refuses_gradients_that_do_not_fit_before_they_count() -> None:
     ]:
         pushes = [(stack, 1, [part])]
         with pytest.raises(InputError, match="server 'worker2' was") as caught:
-            rpc.rpc_sync("worker2", host.push, ("checking", 0, 0, 0.1, 0, pushes))
+            tables._client.call("push", {"worker2": (0, 0, 0.1, 0, pushes)})
         assert "words" in caught.value.table.split(", ")
     optimizer.step()  # The step was not counted: this one is expected.
     assert torch.equal(tables.weights("words"), before)
@@ -92,7 +91,7 @@ def test_a_server_refuses_bags_that_do_not_fit() -> None:
         (numbers, 1, 3, weights.float()),
     ]:
         with pytest.raises(InputError, match="server 'worker2' was") as caught:
-            rpc.rpc_sync("worker2", host.pull, ("bags", -1, 0, [(stack, *request)]))
+            tables._client.call("pull", {"worker2": (-1, 0, [(stack, *request)])})
         assert "words" in caught.value.table.split(", ")
     tables.close()
 

@@ -31,9 +31,9 @@ from torchweft.embedding import (
     Tables,
     TablesMismatch,
     Wire,
-    host,
     plan_tables,
 )
+from torchweft.embedding.lookup import Looked, prepare
 from torchweft.errors import ConfigurationError
 from torchweft.launch import Nursery
 
@@ -69,9 +69,10 @@ def push_to_all(tables: Tables, optimizer: Any) -> None:
     """Makes a step that adds 1 to each value, so that a row tells its version."""
     optimizer.zero_grad()
     # Beside the cache: a lookup of its own would make all rows young.
-    pulled = tables.lookups._prepared(tables.lookups.flats({"words": torch.arange(ROWS)}))
+    flats = tables.lookups.flats({"words": torch.arange(ROWS)})
     pushes: Any = {}
-    for each in pulled:
+    for number, router in enumerate(tables.lookups._routers):
+        (each,) = prepare(number, router, [Looked(0, router.stack.members[0], flats["words"])])
         for server, part in each.pushes(-torch.ones(ROWS, 4, dtype=torch.float64)).items():
             pushes.setdefault(server, {})[each.number] = each.used, [part]
     tables._client.push(1.0, tables._client.step, pushes)
@@ -145,9 +146,9 @@ def test_trainers_agree_on_the_form_and_servers_refuse_another(make: Any) -> Non
         make(wire=Wire("bf16", "fp16"))
     tables.optimizer(SGD())
     before = tables.weights("words")
-    rows, gradients = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 6)
+    pushes = [(0, 1, [(torch.zeros(1, dtype=torch.int32), torch.zeros(1, 6))])]
     with pytest.raises(
         InputError, match=r"sent values of torch.float32 for .*; its tables take 'fp16'"
     ):
-        tables._client.call(SERVERS[0], host.push, 0, 0, 0.1, 0, [(0, 1, [(rows, gradients)])])
+        tables._client.call("push", {SERVERS[0]: (0, 0, 0.1, 0, pushes)})
     assert torch.equal(tables.weights("words"), before)

@@ -26,7 +26,6 @@ from tests.dynamic_ids import (
     rows_of,
 )
 from tests.dynamic_ids_alone import OneProcess
-from torchweft import rpc
 from torchweft.embedding import (
     SGD,
     CapacityError,
@@ -34,9 +33,8 @@ from torchweft.embedding import (
     InputError,
     Occupancy,
     TableConfig,
-    host,
 )
-from torchweft.embedding.routing import server_of
+from torchweft.embedding.dynamic import server_of
 from torchweft.launch import Nursery
 
 # The tests share workers, which connect to one another on first use.
@@ -117,12 +115,11 @@ def test_servers_refuse_messages_that_do_not_fit(stack: Any, parts: Any, error: 
     optimizer = tables.optimizer(SGD())
     change(tables, optimizer, torch.arange(5))
     rows = tables.rows("users")
-    function: Any = host.push
-    given: Any = ("tables", 0, 1, 0.1, 0, [(0, 1, parts)])
+    method, given = "push", (0, 1, 0.1, 0, [(0, 1, parts)])
     if parts is None:
-        function, given = host.pull, ("tables", -1, 0, [(0, *stack)])
+        method, given = "pull", (-1, 0, [(0, *stack)])
     with pytest.raises(InputError, match=error) as info:
-        rpc.rpc_sync("worker2", function, given)
+        tables._client.call(method, {"worker2": given})
     assert (info.value.server, info.value.table) == ("worker2", "users")
     check_same({"users": tables.rows("users")}, {"users": rows})
     change(tables, optimizer, torch.arange(5))

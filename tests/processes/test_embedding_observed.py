@@ -19,7 +19,7 @@ from tests.contract.processes.observers import ANSWER_S, group_of
 from tests.contract.processes.test_embedding_observed import SERVERS, TRAINERS
 from torchweft import rpc
 from torchweft.embedding import Plan, plan_tables
-from torchweft.embedding.pieces import pieces_of
+from torchweft.embedding.layout import pieces_of
 from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.launch import Cluster, Nursery
 from torchweft.rpc.observed import tell

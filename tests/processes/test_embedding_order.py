@@ -13,7 +13,7 @@ from tests.contract.processes.embedding_functions import RULES
 from tests.processes.embedding_internals import ORDERED, train_ordered, train_ordered_alone
 from torchweft import rpc
 from torchweft.embedding import ColumnWise, RowWise, Tables, plan_tables
-from torchweft.embedding.plan import Place
+from torchweft.embedding.configs import Place
 from torchweft.launch import Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")

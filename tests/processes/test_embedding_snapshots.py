@@ -38,9 +38,9 @@ from torchweft.embedding import (
     Tables,
     TableWise,
     plan_tables,
-    saved,
 )
-from torchweft.embedding.plan import Place
+from torchweft.embedding.configs import Place
+from torchweft.embedding.server import host_of
 from torchweft.errors import (
     WorkerLost,
 )
@@ -165,7 +165,7 @@ def test_a_push_while_rows_are_copied_fails_the_snapshot(
     plan = plan_tables([TableConfig("words", 20, 4)], [me])
     tables = Tables(plan, trainers=[me, *others], staleness=staleness)
     optimizer = tables.optimizer(SGD())
-    (entry,) = saved.leaving("tables", 0, "mark", None)
+    (entry,) = host_of("tables").leave(0, "mark", None)
     assert torch.equal(
         entry.local_value().state_dict()["tensors"]["weights"], tables.weights("words")
     )

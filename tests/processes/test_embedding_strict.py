@@ -18,9 +18,10 @@ from torchweft.embedding import (
     IdOutOfRange,
     InputError,
     Tables,
-    host,
     plan_tables,
+    server,
 )
+from torchweft.embedding.layout import pieces_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError, NotAllowed
 from torchweft.hybrid.clipping import measure
 from torchweft.launch import Nursery
@@ -44,23 +45,33 @@ def workers(nursery: Nursery) -> Iterator[None]:
 def test_what_servers_are_sent_is_checked() -> None:
     tables = Tables(plan_tables(configs_of(torch.float64), SERVERS, trainers=1), trainers=[ME])
     tables.optimizer(SGD())
-    everywhere = torch.tensor([0, 1 << 30])
+    everywhere, call = torch.tensor([0, 1 << 30]), tables._client.call
     with pytest.raises(IdOutOfRange, match="asked for row 1073741824"):
-        rpc.rpc_sync("worker0", host.pull, ("tables", -1, 0, [(0, everywhere)]))
+        call("pull", {"worker0": (-1, 0, [(0, everywhere)])})
     for pushes in ([(0, 1, [(everywhere, torch.zeros(2, 6))])], [(0, 1, [(everywhere[:1],) * 2])]):
         with pytest.raises((IdOutOfRange, InputError)):
-            rpc.rpc_sync("worker0", host.push, ("tables", 0, 0, 0.1, 0, pushes))
-    for function, args in (
-        (host.set_up, ("others", {"layout": ()})),
-        (host.set_rule, ("tables", "adam")),
-        (host.push, ("tables", 0, 0, "fast", 0, [])),
-        (host.pull, (b"tables", 0, 0, [])),
+            call("push", {"worker0": (0, 0, 0.1, 0, pushes)})
+    for given in (("others", {"layout": ()}), (b"tables", tables._options)):
+        with pytest.raises(ArgumentTypeError, match="of a call of Weft's own"):
+            rpc.rpc_sync("worker0", server.set_up, given)
+    held = next(each for each in pieces_of(tables.plan.layout) if each.piece.server == "worker0")
+    link = [(held.piece.plain(), tables._client._hosts["worker0"])]  # It refers to no entry.
+    for method, args in (
+        ("set_rule", ("adam",)),
+        ("push", (0, 0, "fast", 0, [])),
+        ("pull", (b"0", 0, [])),
+        ("adopt", ([link], "mark", 5.0)),
     ):
         with pytest.raises(ArgumentTypeError, match="of a call of Weft's own"):
-            rpc.rpc_sync("worker0", function, args)
-    other = rpc.RRef(tables)
-    with pytest.raises(ArgumentTypeError, match="entry of a call"):
-        embedding.saved.taken(other, (0, 1, 1), (0, 1, 1), 1)  # type: ignore[arg-type]
+            call(method, {"worker0": args})
+    tables.close()
+
+
+def test_only_exposed_methods_are_called() -> None:
+    tables = Tables(plan_tables(configs_of(torch.float64), SERVERS, trainers=1), trainers=[ME])
+    for method in ("settled", "worker_lost", "set_mark", "use"):
+        with pytest.raises(NotAllowed, match=method):
+            tables._client.call(method, {"worker0": ()})
     tables.close()
 
 
@@ -87,6 +98,6 @@ def test_gradients_whose_norm_is_measured_are_checked() -> None:
 
 
 def test_anything_else_is_refused() -> None:
-    for function in (functions.identity, host.host_of, embedding.fit_step_cost):
+    for function in (functions.identity, server.host_of, embedding.fit_step_cost):
         with pytest.raises(NotAllowed, match="not registered"):
             rpc.rpc_sync("worker0", function, (1,))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.contract.processes.tuning_functions import _asked
-from torchweft.embedding.host import Host
+from torchweft.embedding.server import Host
 
 
 def count_pulls() -> None:
@@ -16,7 +16,7 @@ def count_pulls() -> None:
     def counted(self: Host, trainer: int, step: int, requests: Sequence[Any]) -> Any:
         _asked[trainer, "messages"] += 1
         for stack, rows, *_ in requests:
-            if self.options.layout.stacks[stack].members[0].config.name == "words":
+            if self.layout.stacks[stack].members[0].config.name == "words":
                 _asked[trainer, "rows"] += len(rows)
         return pull(self, trainer, step, requests)
 

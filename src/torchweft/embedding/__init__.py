@@ -1,7 +1,19 @@
 """Embedding tables on servers: large tables cut into shards, rows pulled and gradients pushed."""
 
-from torchweft.embedding import aggregator, host, occupied, saved
 from torchweft.embedding.cache import Cache
+from torchweft.embedding.configs import (
+    ColumnWise,
+    Constant,
+    Copies,
+    Dynamic,
+    Normal,
+    RowWise,
+    Shard,
+    Shards,
+    TableConfig,
+    TableWise,
+    Uniform,
+)
 from torchweft.embedding.dynamic import Occupancy
 from torchweft.embedding.errors import (
     BadIds,
@@ -13,38 +25,21 @@ from torchweft.embedding.errors import (
     StepError,
     TablesMismatch,
 )
+from torchweft.embedding.groups import join
 from torchweft.embedding.inputs import Jagged
+from torchweft.embedding.lookup import Traffic
 from torchweft.embedding.optimizer import TablesOptimizer
-from torchweft.embedding.plan import (
-    ColumnWise,
-    Constant,
-    Copies,
-    Dynamic,
-    Normal,
-    Placed,
-    Plan,
-    RowWise,
-    Shard,
-    Shards,
-    StepCost,
-    TableConfig,
-    TableWise,
-    Touched,
-    Uniform,
-    fit_step_cost,
-    plan_tables,
-)
-from torchweft.embedding.pulled import Traffic
+from torchweft.embedding.planner import Placed, Plan, Touched, plan_tables, touched_shares
+from torchweft.embedding.pulls import RowStream
 from torchweft.embedding.recovery import recover
+from torchweft.embedding.rows import Wire
 from torchweft.embedding.rules import SGD, Adagrad, RowWiseAdagrad, Rule, SparseAdam
-from torchweft.embedding.stream import RowStream
+from torchweft.embedding.server import set_up
 from torchweft.embedding.tables import Tables
-from torchweft.embedding.touched import touched_shares
-from torchweft.embedding.tuning import Tuning, tune_partitions
-from torchweft.embedding.wire import Wire
+from torchweft.embedding.tuning import StepCost, Tuning, fit_step_cost, tune_partitions
 
 CALLABLES = (
-    *(*aggregator.CALLABLES, *host.CALLABLES, *occupied.CALLABLES, *saved.CALLABLES),
+    *(join, set_up),
     *(BadIds, BadOffsets, CapacityError, IdOutOfRange, InputError, PlanError, StepError),
     TablesMismatch,
 )

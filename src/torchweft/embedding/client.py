@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from torchweft.embedding import aggregator, host
-from torchweft.embedding.calls import call_servers, start_calls, wait_for
+from torchweft.embedding import groups, server
 from torchweft.embedding.errors import StepError
-from torchweft.embedding.optimizer import Pushes
+from torchweft.embedding.meeting import call_each, start_each, wait_for
+from torchweft.embedding.rows import Part
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
-from torchweft.ids import WorkerInfo
-from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
-from torchweft.rpc.health import info_of
+from torchweft.rpc import Future, RRef, get_worker_info, rpc_async, rpc_sync
 
 _ASK_S = 5.0
+Pushes = dict[str, dict[int, tuple[int, list[Part]]]]
+"""By server and stack: the members that were looked up, and gradients of rows or of bags."""
 
 
 class Client:
@@ -33,64 +33,58 @@ class Client:
         StepError: An earlier step has failed on some of the servers.
     """
 
-    def __init__(self, name: str, options: host.Options, limit_s: float) -> None:
+    def __init__(self, name: str, options: server.Options, limit_s: float) -> None:
         me = get_worker_info().name
         self.name = name
+        self.trainers = options.trainers
         self.staleness = options.staleness
         self.trainer = options.trainers.index(me) if me in options.trainers else -1
         """This worker's position among the trainers; -1 if it is none."""
-        self._pusher = options.pusher_of(me)
-        group = options.pushers[self._pusher] if self._pusher >= 0 else ()
-        self._member = group.index(me) if len(group) > 1 else -1
-        self._aggregator = get_worker_info(group[0]) if len(group) > 1 else None
         self.timeout_s = 0.0 if math.isinf(limit_s) else limit_s
-        self.servers = {server: get_worker_info(server) for server in options.layout.servers}
+        self.servers = {each: get_worker_info(each) for each in options.layout.servers}
+        self._pusher, group = next(
+            ((number, each) for number, each in enumerate(options.pushers) if me in each), (-1, ())
+        )
+        self._member = group.index(me) if len(group) > 1 else -1
+        self._aggregator: RRef[groups.Aggregator] | None = None
+        self._hosts: dict[str, RRef[server.Host]] = {}
         self._uncounted: dict[str, list[int]] = {}
-        self._hosts: list[RRef[Any]] = []
-        self._lives: list[int] = []
         self._failure: BaseException | None = None
-        self.step = self._set_up(options)
-        """The step that this trainer is in."""
-
-    def _set_up(self, options: host.Options) -> int:
-        """Makes the collection on all servers, or uses it there; returns this trainer's step."""
-        calls = dict.fromkeys(self.servers.values(), (self.name, options))
-        futures = start_calls(host.set_up, calls, self.timeout_s)
+        futures = {
+            each: rpc_async(info, server.set_up, (name, options), timeout=self.timeout_s)
+            for each, info in self.servers.items()
+        }
         try:
             answers = wait_for(futures)
-            self._hosts = [reference for reference, _ in answers.values()]
-            self._lives = [reference.id.owner for reference in self._hosts]
-            return self._joined(options, answers)
+            self._hosts = {each: host for each, (host, _) in answers.items()}
+            self.step = self._begin({each: steps for each, (_, steps) in answers.items()})
+            """The step that this trainer is in."""
+            if len(group) > 1 and answers:
+                given = (name, options, self._pusher, self.step, self._hosts, self.timeout_s)
+                self._aggregator, steps = rpc_sync(
+                    group[0], groups.join, given, timeout=self.timeout_s
+                )
+                self.step = int(steps[self._member])
         except BaseException:
             # No server keeps a use that nobody will end.
             self._hosts.clear()
-            for server, future in futures.items():
+            for future in futures.values():
                 with contextlib.suppress(Exception):
-                    if future.done() and future.wait():
-                        self.call(server, host.close)
+                    if future.done():
+                        future.wait()[0].rpc_sync(self.timeout_s).close()
             raise
 
-    def _joined(self, options: host.Options, answers: Mapping[str, Any]) -> int:
+    def _begin(self, steps: Mapping[str, Sequence[int]]) -> int:
+        """Returns this trainer's step, given those of all pushers on each server."""
         if self.trainer < 0:
             return 0
-        steps = {server: steps[self._pusher] for server, (_, steps) in answers.items()}
-        if len(set(steps.values())) > 1:
+        own = {each: of_server[self._pusher] for each, of_server in steps.items()}
+        if len(set(own.values())) > 1:
             raise StepError(
-                f"the servers of {self.name!r} are at different steps of this trainer: {steps}; an "
+                f"the servers of {self.name!r} are at different steps of this trainer: {own}; an "
                 "earlier step failed on some of them, so make the tables again, or restore them"
             )
-        step = int(next(iter(steps.values()), 0))
-        if self._aggregator is None or not steps:
-            return step
-        given = (options, self._pusher, step, self.timeout_s)
-        reference, of_members = self._ask(aggregator.join, *given)
-        self._hosts.append(reference)
-        return int(of_members[self._member])
-
-    def _ask(self, function: Any, *args: Any) -> Any:
-        """Calls a function on the aggregator with the name of the collection; blocks."""
-        assert self._aggregator is not None
-        return rpc_sync(self._aggregator, function, (self.name, *args), timeout=self.timeout_s)
+        return int(next(iter(own.values()), 0))
 
     def check_begin(self) -> None:
         """Checks that this trainer has made no step yet; in the asynchronous mode it may have.
@@ -118,33 +112,33 @@ class Client:
         """Whether this worker has not ended its use of the collection."""
         return bool(self._hosts)
 
-    def call_all(self, function: Any, *args: Any) -> dict[str, Any]:
-        """Calls a function on all servers with the name of the collection; blocks."""
-        given = dict.fromkeys(self.servers.values(), (self.name, *args))
-        with self._blaming_the_lost():
-            return call_servers(function, given, self.timeout_s) if given else {}
+    @property
+    def is_bounded(self) -> bool:
+        """Whether this worker trains, with a bound of the staleness."""
+        return self.trainer >= 0 and self.staleness is not None
 
-    def call(self, server: str, function: Any, *args: Any) -> Any:
-        """Calls a function on one server with the name of the collection; blocks."""
-        given = (self.name, *args)
-        with self._blaming_the_lost():
-            return rpc_sync(self.servers[server], function, given, timeout=self.timeout_s)
+    # Calls
 
-    @contextlib.contextmanager
-    def _blaming_the_lost(self) -> Iterator[None]:
-        """Raises WorkerLost in place of an error that another life of a lost server has raised.
+    def call(
+        self,
+        method: str,
+        given: Mapping[str, tuple[Any, ...]],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
+        """Calls a method of ``Host`` on servers, with arguments for each; see ``call_each``."""
+        return call_each(self._opened(), method, given, self.timeout_s, meanwhile)
 
-        A server that has come back under its name has no tables, which is no mistake of a program.
-        """
-        try:
-            yield
-        except ConfigurationError as error:
-            try:
-                for worker in self._lives:
-                    info_of(worker)
-            except WorkerLost as lost:
-                raise lost from error
-            raise
+    def call_all(self, method: str, *args: Any) -> dict[str, Any]:
+        """Calls a method of ``Host`` on all servers; blocks."""
+        return self.call(method, dict.fromkeys(self.servers, args))
+
+    def _opened(self) -> dict[str, RRef[server.Host]]:
+        if self.servers and not self._hosts:
+            raise ConfigurationError(
+                f"tables {self.name!r} are closed on this worker, which has no rows of them; make "
+                "them again"
+            )
+        return self._hosts
 
     def pull(
         self, requests: Mapping[str, Any], meanwhile: Callable[[], None] | None = None
@@ -153,45 +147,27 @@ class Client:
 
         ``meanwhile`` may be run here while the servers work; it may be left out.
         """
-        if not requests:
-            return {}
-        if self._aggregator is not None:
-            found: dict[str, Any] = self._ask(aggregator.pull, self._member, self.step, requests)
-            return found
-        given = self._given(requests, self._pusher)
-        with self._blaming_the_lost():
-            return call_servers(host.pull, given, self.timeout_s, meanwhile)
+        if self._aggregator is not None and requests:
+            proxy = self._aggregator.rpc_sync(self.timeout_s)
+            return proxy.pull(self._member, self.step, requests)
+        return self.call("pull", self._given(requests, self._pusher), meanwhile)
 
-    def refresh(self, requests: Mapping[str, Any]) -> dict[str, Any]:
-        """Pulls for this trainer's step what has changed of rows that are here. Blocks.
-
-        Args:
-            requests: As for a pull, with the version of the rows.
-        """
-        with self._blaming_the_lost():
-            return call_servers(host.refresh, self._given(requests, self._pusher), self.timeout_s)
+    def pull_again(self, requests: Mapping[str, Any]) -> dict[str, Any]:
+        """Pulls from the servers themselves what has changed of rows that are here. Blocks."""
+        return self.call("pull", self._given(requests, self._pusher))
 
     def start_pull(self, requests: Mapping[str, Any]) -> dict[str, Future[Any]]:
         """Sends a pull for a later step; servers do not count it."""
         # Not as a pull of this step: the server may see it after the push of the step.
-        return start_calls(host.pull, self._given(requests, host.NO_TRAINER), self.timeout_s)
+        given = self._given(requests, server.NO_TRAINER)
+        return start_each(self._opened(), "pull", given, self.timeout_s)
 
-    def _given(
-        self, requests: Mapping[str, Any], trainer: int
-    ) -> dict[WorkerInfo, tuple[Any, ...]]:
-        return {
-            self.servers[server]: (self.name, trainer, self.step, of_server)
-            for server, of_server in requests.items()
-        }
+    def _given(self, requests: Mapping[str, Any], trainer: int) -> dict[str, tuple[Any, ...]]:
+        return {each: (trainer, self.step, own) for each, own in requests.items()}
 
-    @property
-    def is_bounded(self) -> bool:
-        """Whether this worker trains, with a bound of the staleness."""
-        return self.trainer >= 0 and self.staleness is not None
-
-    def note_staleness(self, server: str, steps: int) -> None:
+    def note_staleness(self, name: str, steps: int) -> None:
         """Has a server count the staleness of rows of it that were used without a counted pull."""
-        self._uncounted.setdefault(server, []).append(steps)
+        self._uncounted.setdefault(name, []).append(steps)
 
     def push(self, lr: float, seen: int, pushes: Pushes) -> dict[str, int]:
         """Pushes the gradients of this trainer's step; blocks until it may go on.
@@ -212,14 +188,21 @@ class Client:
         if self._failure is not None:
             self._refuse(self._failure)
         given = {
-            server: (
-                [(stack, *of_stack) for stack, of_stack in pushes.get(server, {}).items()],
-                self._uncounted.pop(server, []),
+            each: (
+                [(stack, *of_stack) for stack, of_stack in pushes.get(each, {}).items()],
+                self._uncounted.pop(each, []),
             )
-            for server in self.servers
+            for each in self.servers
         }
         try:
-            versions = self._push(lr, seen, given)
+            if self._aggregator is not None:
+                proxy: Any = self._aggregator.rpc_sync(self.timeout_s)
+                versions: dict[str, int] = proxy.push(self._member, self.step, lr, seen, given)
+            else:
+                calls = {
+                    each: (self._pusher, self.step, lr, seen, *own) for each, own in given.items()
+                }
+                versions = self.call("push", calls)
         except BaseException as error:
             # Some servers may have taken the step: with the next one, rows would differ.
             self._failure = error
@@ -241,30 +224,14 @@ class Client:
             expected=self.step,
         ) from failure
 
-    def _push(
-        self, lr: float, seen: int, given: Mapping[str, aggregator.OfServer]
-    ) -> dict[str, int]:
-        if not given:
-            return {}
-        if self._aggregator is not None:
-            versions: dict[str, int]
-            versions = self._ask(aggregator.push, self._member, self.step, lr, seen, given)
-            return versions
-        calls = {
-            self.servers[server]: (self.name, self._pusher, self.step, lr, seen, *of_server)
-            for server, of_server in given.items()
-        }
-        with self._blaming_the_lost():
-            return call_servers(host.push, calls, self.timeout_s)
-
     def _explained(self, error: CallTimeout) -> CallTimeout:
         """Returns the error with the names of the trainers that were waited for."""
         late: list[str] = []
         if self._aggregator is not None:
-            late = rpc_sync(self._aggregator, aggregator.missing, (self.name,), timeout=_ASK_S)
-        server = self.servers.get(error.worker, next(iter(self.servers.values())))
+            late = self._aggregator.rpc_sync(_ASK_S).missing()
         if not late:
-            late = rpc_sync(server, host.missing, args=(self.name,), timeout=_ASK_S)
+            host = self._hosts.get(error.worker) or next(iter(self._hosts.values()))
+            late = host.rpc_sync(_ASK_S).missing()
         if not late:
             return error
         names = ", ".join(map(repr, late))
@@ -277,11 +244,10 @@ class Client:
 
     def close(self) -> None:
         """Ends this worker's use of the collection; blocks."""
-        hosts, self._hosts = self._hosts, []
-        if not hosts:
-            return
+        hosts, self._hosts = self._hosts, {}
+        aggregator, self._aggregator = self._aggregator, None
         try:
-            self.call_all(host.close)
+            call_each(hosts, "close", dict.fromkeys(hosts, ()), self.timeout_s)
         finally:
-            if self._aggregator is not None:
-                self._ask(aggregator.leave)
+            if aggregator is not None:
+                aggregator.rpc_sync(self.timeout_s).close()

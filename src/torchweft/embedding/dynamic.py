@@ -1,4 +1,11 @@
-"""One server's part of a dynamic table: rows of any ids, which come and go with the steps."""
+"""One server's part of a dynamic table: rows of any ids, which come and go with the steps.
+
+Rules of the file: ids have places, counts and age marks; their number is bounded, and the oldest or
+rarest give way. Ids also *expire*, while there is room. That follows from their marks and the
+number of steps alone: an expired id is gone, whether its place has been taken from it or not. Each
+step looks at a few places for that, and all of them when there is no room. So what is found never
+depends on places.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +14,260 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchweft.embedding import initial
+from torchweft.embedding.configs import Evict
 from torchweft.embedding.errors import CapacityError, InputError
-from torchweft.embedding.idmap import Ints
-from torchweft.embedding.plan import Layout, Stack
-from torchweft.embedding.roster import Roster
+from torchweft.embedding.initial import mixed, shifted
+from torchweft.embedding.layout import Layout, Stack
 from torchweft.embedding.rows import Part, put, take
 from torchweft.embedding.shard import Gradients, Shard
 from torchweft.engine.codec.registry import rebuilds_plain
+
+Ints = NDArray[np.int64]
+_EMPTY: Final = -1
+_REMOVED: Final = -2
+_SMALLEST: Final = 16
+
+
+class IdMap:
+    """A map from ids, any int64, to places, at least 0; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._build(_SMALLEST)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def find(self, ids: Ints) -> Ints:
+        """Returns the place of each id; -1 for those that are not in the map."""
+        positions = self._positions(ids)
+        return np.where(positions < 0, -1, self._places[positions])
+
+    def insert(self, ids: Ints, places: Ints) -> None:
+        """Inserts ids, each once, which are not in the map, with different places."""
+        # At most half of the positions are in use, so that probes are short.
+        if 2 * (self._used + len(ids)) > len(self._ids):
+            self._grow(len(ids))
+        self._put(ids, places)
+        self._count += len(ids)
+        self._used += len(ids)
+
+    def remove(self, ids: Ints) -> None:
+        """Removes ids, each once, which are in the map."""
+        self._places[self._positions(ids)] = _REMOVED
+        self._count -= len(ids)
+
+    def _build(self, size: int) -> None:
+        self._ids = np.zeros(size, np.int64)
+        self._places = np.full(size, _EMPTY, np.int64)
+        self._count = self._used = 0
+
+    def _grow(self, more: int) -> None:
+        """Builds the map anew, with room for more ids than it is asked for."""
+        held = self._places >= 0
+        ids, places = self._ids[held], self._places[held]
+        needed = 3 * (len(ids) + more)
+        self._build(max(_SMALLEST, 1 << (needed - 1).bit_length()))
+        self._put(ids, places)
+        self._count = self._used = len(ids)
+
+    def _homes(self, ids: Ints) -> Ints:
+        """Returns the first position of each id."""
+        return mixed(torch.from_numpy(ids)).numpy() & (len(self._ids) - 1)
+
+    def _positions(self, ids: Ints) -> Ints:
+        found = np.full(len(ids), -1, np.int64)
+        numbers, at = np.arange(len(ids)), self._homes(ids)
+        while len(numbers):
+            places = self._places[at]
+            is_found = (places >= 0) & (self._ids[at] == ids[numbers])
+            found[numbers[is_found]] = at[is_found]
+            goes_on = ~is_found & (places != _EMPTY)
+            numbers, at = numbers[goes_on], self._next(at[goes_on])
+        return found
+
+    def _put(self, ids: Ints, places: Ints) -> None:
+        at = self._homes(ids)
+        while len(ids):
+            is_free = self._places[at] < 0
+            # Of several ids at a free position, numpy keeps the place of the last.
+            self._places[at[is_free]] = places[is_free]
+            has_won = self._places[at] == places
+            self._ids[at[has_won]] = ids[has_won]
+            goes_on = ~has_won
+            ids, places, at = ids[goes_on], places[goes_on], self._next(at[goes_on])
+
+    def _next(self, positions: Ints) -> Ints:
+        return (positions + 1) & (len(self._ids) - 1)
+
+
+_SHARE: Final = 64
+"""A full roster evicts at least this part of its capacity at once."""
+_SWEPT: Final = 1024
+"""A step looks at so many places, or at this part of them if that is more, for expired ids."""
+
+
+class Roster:
+    """Ids that have places, from 0 to ``capacity - 1``; not thread-safe.
+
+    Args:
+        capacity: The largest number of ids.
+        evict: Which ids give way first.
+        ttl: An id expires when it has not occurred in so many steps; None for never.
+        min_frequency: An id expires when it has occurred in a smaller share of the steps since it
+            first did.
+    """
+
+    def __init__(
+        self, capacity: int, evict: Evict, ttl: int | None = None, min_frequency: float = 0.0
+    ) -> None:
+        self.capacity = capacity
+        self._ttl = ttl
+        self._min_frequency = min_frequency
+        self._swept = 0
+        self.ids = np.zeros(capacity, np.int64)
+        """The id of each place."""
+        self.counts = np.zeros(capacity, np.int64)
+        """In how many steps the id of each place has occurred."""
+        self.ages = np.zeros(capacity, np.int64)
+        """The last step in which the id of each place has occurred."""
+        self.firsts = np.zeros(capacity, np.int64)
+        """The first step in which the id of each place has occurred."""
+        self.added = 0
+        """How many ids were added."""
+        self.evicted = 0
+        """How many ids have given way to others, or have expired and been removed."""
+        self._evict = evict
+        self._is_held = np.zeros(capacity, np.bool_)
+        self._map = IdMap()
+        self._freed = np.zeros(0, np.int64)
+        self._end = 0  # places from here were never used
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def find(self, ids: Ints) -> Ints:
+        """Returns the place of each id; -1 for those that have none."""
+        return self._map.find(ids)
+
+    def live(self, ids: Ints, steps: int) -> Ints:
+        """Returns the place of each id; -1 for those that have none, or have expired.
+
+        Args:
+            ids: The ids.
+            steps: How many steps there have been.
+        """
+        places = self.find(ids)
+        if self._expires:
+            held = np.flatnonzero(places >= 0)
+            places[held[self._is_expired(places[held], steps)]] = -1
+        return places
+
+    def held(self, steps: int) -> Ints:
+        """Returns the places of all ids that have not expired, in the order of ids."""
+        places = np.flatnonzero(self._is_held)
+        if self._expires:
+            places = places[~self._is_expired(places, steps)]
+        return places[np.argsort(self.ids[places])]
+
+    @property
+    def _expires(self) -> bool:
+        return self._ttl is not None or self._min_frequency > 0
+
+    def _is_expired(self, places: Ints, steps: int) -> NDArray[np.bool_]:
+        found = self.counts[places] < self._min_frequency * (steps + 1 - self.firsts[places])
+        if self._ttl is not None:
+            found |= self.ages[places] <= steps - self._ttl
+        return found
+
+    def sweep(self, steps: int, ids: Ints) -> None:
+        """Takes the places from expired ids: from given ones, and from some others.
+
+        The work is bounded. ``steps`` is how many steps there have been.
+        """
+        if not self._expires:
+            return
+        end = self._swept + max(_SWEPT, -(-self.capacity // _SWEPT))
+        places = np.arange(self._swept, min(end, self._end))
+        self._swept = 0 if end >= self._end else end
+        given = self.find(ids)
+        self._expire(np.union1d(places[self._is_held[places]], given[given >= 0]), steps)
+
+    def _expire(self, places: Ints, steps: int) -> None:
+        gone = places[self._is_expired(places, steps)]
+        if len(gone):
+            self.remove(gone)
+            self.evicted += len(gone)
+
+    def touch(self, places: Ints, step: int) -> None:
+        """Notes that ids, each once, have occurred in a step."""
+        self.counts[places] += 1
+        self.ages[places] = step
+
+    def add(self, ids: Ints, counts: Ints, firsts: Ints, step: int) -> Ints:
+        """Gives places to ids, each once, that have none; returns these places.
+
+        Others give way if there is no room, but none that has occurred in this step. So at most
+        ``capacity`` ids occur in one.
+        """
+        if len(self) + len(ids) > self.capacity:
+            self._make_room(len(ids), step)
+        self.added += len(ids)
+        return self._set(ids, counts, np.full(len(ids), step), firsts)
+
+    def remove(self, places: Ints) -> None:
+        """Takes places, each once, from their ids."""
+        self._map.remove(self.ids[places])
+        self._is_held[places] = False
+        self._freed = np.concatenate([places, self._freed])
+
+    def fill(self, ids: Ints, counts: Ints, ages: Ints, firsts: Ints) -> tuple[Ints, Ints]:
+        """Takes over ids, each once, while there are none here; not those that are too many.
+
+        Returns:
+            Which of the ids were taken over, rising; and their places.
+        """
+        chosen = np.arange(len(ids))
+        if len(ids) > self.capacity:
+            gone = first_to_go(ids, counts, ages, len(ids) - self.capacity, self._evict)
+            chosen = np.delete(chosen, gone)
+        return chosen, self._set(ids[chosen], counts[chosen], ages[chosen], firsts[chosen])
+
+    def _set(self, ids: Ints, counts: Ints, ages: Ints, firsts: Ints) -> Ints:
+        new = max(0, len(ids) - len(self._freed))
+        places = np.concatenate([self._freed[: len(ids)], np.arange(self._end, self._end + new)])
+        self._freed = self._freed[len(ids) :]
+        self._end += new
+        self.ids[places], self.counts[places] = ids, counts
+        self.ages[places], self.firsts[places] = ages, firsts
+        self._is_held[places] = True
+        self._map.insert(ids, places)
+        return places
+
+    def _make_room(self, wanted: int, step: int) -> None:
+        if self._expires:
+            self._expire(np.flatnonzero(self._is_held & (self.ages != step)), step - 1)
+        lacking = len(self) + wanted - self.capacity
+        if lacking <= 0:
+            return
+        others = np.flatnonzero(self._is_held & (self.ages != step))
+        number = min(len(others), max(lacking, self.capacity // _SHARE))
+        parts = self.ids[others], self.counts[others], self.ages[others]
+        self.remove(others[first_to_go(*parts, number, self._evict)])
+        self.evicted += number
+
+
+def first_to_go(ids: Ints, counts: Ints, ages: Ints, number: int, evict: Evict) -> Ints:
+    """Returns the positions of those ids, a positive number of them, that give way first."""
+    first, second = (ages, counts) if evict == "age" else (counts, ages)
+    limit = np.partition(first, number - 1)[number - 1]
+    near = np.flatnonzero(first <= limit)  # only these need be in order
+    order = np.lexsort((ids[near], second[near], first[near]))
+    return near[order[:number]]
+
 
 ROWS: Final = "rows."
 WAITING: Final = "waiting."
@@ -25,6 +276,7 @@ ALL: Final = "all."
 """How those of all ids begin in an increment, whose other tensors are of changed ones."""
 _MARKS: Final = ("ids", "counts", "ages", "firsts")
 _VALUE_PARTS: Final = 2
+_SERVER_BITS: Final = 33
 
 
 @rebuilds_plain
@@ -259,6 +511,15 @@ class DynamicShard(Shard):
         for name, values in self.state.items():
             put(values, places, take(content[f"{ROWS}state.{name}"], chosen))
         self._waiting.fill(*_parts(WAITING, content))
+
+
+def server_of(ids: Tensor, servers: int) -> Tensor:
+    """Returns which of some servers has each id of a dynamic table.
+
+    Snapshots and servers of several versions rely on it: it does not change.
+    """
+    found: Tensor = shifted(mixed(ids), _SERVER_BITS).remainder_(servers)
+    return found
 
 
 def capacity_limit(stack: Stack, server: int, trainers: int) -> int:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from torchweft.embedding.plan.configs import Constant, Normal, TableConfig
+from torchweft.embedding.configs import Constant, Normal, TableConfig
 
 _BLOCK: Final = 1 << 18
 """Values that are computed at a time: they stay in the cache."""

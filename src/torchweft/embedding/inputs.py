@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from torchweft.embedding.configs import Shard, TableConfig
 from torchweft.embedding.errors import BadIds, BadOffsets, IdOutOfRange
-from torchweft.embedding.plan import Shard, TableConfig
 
 _INTEGERS = (torch.int64, torch.int32)
 

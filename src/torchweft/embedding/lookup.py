@@ -1,32 +1,426 @@
-"""Pulls the rows of a batch, or has its bags summed on the servers, whichever moves fewer bytes."""
+"""What one lookup pulls of one stack: keys, then rows or sums of bags, whichever are fewer bytes.
+
+A key numbers the rows of a stack; see ``layout``. Where servers pool, the order of the keys is
+needed for the push alone: it is computed while they answer the pull, or never. Before that,
+different keys are counted by marks, one for each row of the stack, if these are few beside the ids.
+
+The values are a leaf of the trainer's graph. The gradient of the leaf, in slices, is the push.
+"""
 
 from __future__ import annotations
 
+import abc
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torchweft.embedding.dynamic import server_of
 from torchweft.embedding.inputs import Flat
-from torchweft.embedding.plan import Stack
-from torchweft.embedding.pulled import (
-    Looked,
-    Moved,
-    Outputs,
-    Pulled,
-    Request,
-    averaged,
-    fixed_length,
-    lengths_of,
-    numbers_of,
-    offsets_of,
-    weights_of,
+from torchweft.embedding.layout import Member, Stack
+from torchweft.embedding.rows import (
+    Bags,
+    Entries,
+    Sorted,
+    Wire,
+    distinct,
+    pool,
+    pooled,
+    row_bytes,
+    sort,
 )
-from torchweft.embedding.routing import Routed, Router
-from torchweft.embedding.rows import Bags, Entries, pool, pooled
+
+_LARGEST: Final = torch.iinfo(torch.int32).max
+_MARKS_PER_KEY: Final = 32
+"""Up to so many rows for each id, different ids are counted by marks: faster than by a sort."""
+_FIRST_LOOK: Final = 3
+"""How many ids are looked at first, for each that must differ."""
+
+Request = tuple[Any, ...]
+Outputs = list[tuple[Member, Tensor]]
+
+
+class Looked(NamedTuple):
+    """A table of a stack that is looked up.
+
+    Attributes:
+        number: Its number in the stack.
+        member: The table.
+        flat: The ids.
+    """
+
+    number: int
+    member: Member
+    flat: Flat
+
+
+@dataclass
+class Traffic:
+    """What lookups of one table moved.
+
+    Attributes:
+        ids: Ids that were looked up.
+        rows: Rows that lookups needed, each once for each lookup.
+        pulled_bytes: Size of ids, rows and sums in pulls.
+        pushed_bytes: The same in pushes.
+        hits: How many of the rows the cache had, so that they were not pulled.
+        staleness: How often each staleness was observed, of a trainer: with a bound in steps, at
+            each lookup; in the asynchronous mode in pushes, at each push. Of several servers it is
+            that of the one with the oldest rows.
+    """
+
+    ids: int = 0
+    rows: int = 0
+    pulled_bytes: int = 0
+    pushed_bytes: int = 0
+    hits: int = 0
+    staleness: dict[int, int] = field(default_factory=dict, compare=False)
+
+
+class Moved(NamedTuple):
+    """What one lookup of a table moves; the fields are those of ``Traffic``."""
+
+    table: str
+    ids: int
+    rows: int
+    pulled_bytes: int
+    pushed_bytes: int
+    hits: int = 0
+
+
+class Answer(NamedTuple):
+    """What the servers returned for one stack.
+
+    Attributes:
+        versions: The version of each server that was asked.
+        values: Its values.
+    """
+
+    versions: dict[str, int]
+    values: dict[str, Tensor]
+
+
+# Keys
+
+
+class Router:
+    """Routes the ids of one stack to rows of its servers.
+
+    Args:
+        stack: The stack.
+        wire: The form of its values in messages.
+    """
+
+    def __init__(self, stack: Stack, wire: Wire = Wire()) -> None:  # noqa: B008  # immutable
+        self.stack = stack
+        self.is_dynamic = stack.is_dynamic
+        self.pulled_bytes = row_bytes(wire.pulled, stack.dim, stack.dtype)
+        """The size of a row in a pull."""
+        self.pushed_bytes = row_bytes(wire.pushed, stack.dim, stack.dtype)
+        """The size of a row's gradient in a push."""
+        self.dtype = torch.int32 if stack.stride <= _LARGEST else torch.int64
+        """The type of the rows in messages."""
+        self._held = [
+            (server, number, server * stack.stride + member.base)
+            for server in range(len(stack.servers))
+            for number, member in sorted(stack.held_on(server), key=lambda each: each[1].base)
+        ]
+        self._bounds = [*(begin for _, _, begin in self._held), len(stack.servers) * stack.stride]
+        # Sorting takes half the time in the smaller type.
+        dtype = torch.int32 if self._bounds[-1] <= _LARGEST else torch.int64
+        self._edges = torch.tensor(self._bounds, dtype=dtype, device="cpu")
+        self._marks: Any = None
+
+    def keys(self, member: Member, ids: Tensor) -> Tensor:
+        """Returns the key of each id of a table."""
+        stack = self.stack
+        if stack.stripes == 1:
+            return ids + (member.server * stack.stride + member.base)
+        servers = ids.remainder(stack.stripes)
+        rows = ids.div(stack.stripes, rounding_mode="floor")
+        return servers.mul_(stack.stride).add_(rows).add_(member.base)
+
+    def route(self, looked: Sequence[Looked]) -> Routed:
+        """Returns the rows that ids of some tables stand for."""
+        ends = np.cumsum([0, *(each.flat.n_ids for each in looked)]).tolist()
+        found = torch.empty(ends[-1], dtype=self._edges.dtype, device="cpu")
+        into, stack = found.numpy(), self.stack
+        for (_, member, flat), begin, end in zip(looked, ends, ends[1:], strict=False):
+            if stack.stripes > 1:
+                into[begin:end] = self.keys(member, flat.ids).numpy()
+            else:  # The ids are in range: they fit in the smaller type of the keys.
+                into[begin:end] = flat.ids.numpy()
+                into[begin:end] += member.server * stack.stride + member.base
+        return Routed(self, found, looked)
+
+    def sorted(self, found: Tensor) -> Sorted:
+        """Returns keys in their order."""
+        return sort(found)
+
+    def marks(self, found: Tensor) -> Any:
+        """Returns an array of False by key, valid until the next one; None for few of many keys."""
+        if self._bounds[-1] > _MARKS_PER_KEY * found.shape[0]:
+            return None
+        if self._marks is None:
+            self._marks = np.zeros(self._bounds[-1], np.bool_)
+        else:
+            self._marks.fill(False)
+        return self._marks
+
+    def counted_marks(self, marks: Any) -> list[int]:
+        """Returns how many keys of each member are marked."""
+        counts = [0] * len(self.stack.members)
+        for (_, member, begin), end in zip(self._held, self._bounds[1:], strict=True):
+            counts[member] += int(np.count_nonzero(marks[begin:end]))
+        return counts
+
+    def counted(self, keys: Tensor) -> tuple[list[int], list[int]]:
+        """Returns where in rising keys each server's begin; and how many each member has."""
+        ends = torch.searchsorted(keys, self._edges).tolist()
+        counts = [0] * len(self.stack.members)
+        cuts = [0] * (len(self.stack.servers) + 1)
+        for place, (server, member, _) in enumerate(self._held):
+            counts[member] += ends[place + 1] - ends[place]
+            cuts[server + 1] = ends[place + 1]
+        return cuts, counts
+
+    def rows(self, keys: Tensor, server: int) -> Tensor:
+        """Returns the rows of a server's tensor, from keys that are all on that server.
+
+        They may be the keys themselves.
+        """
+        return (keys - server * self.stack.stride if server else keys).to(self.dtype)
+
+
+class DynamicRouter(Router):
+    """Routes the ids of a dynamic table, which are its rows in messages and its keys."""
+
+    def __init__(self, stack: Stack, wire: Wire) -> None:
+        super().__init__(stack, wire)
+        self.dtype = torch.int64
+
+    def keys(self, member: Member, ids: Tensor) -> Tensor:
+        """Returns the ids."""
+        return ids
+
+    def route(self, looked: Sequence[Looked]) -> Routed:
+        """Returns the rows that ids of the table stand for."""
+        return Routed(self, looked[0].flat.ids, looked)
+
+    def marks(self, found: Tensor) -> None:
+        """Returns None: there are as many keys as numbers of 64 bits."""
+
+    def sorted(self, found: Tensor) -> Sorted:
+        """Returns keys in the order of servers and ids."""
+        ordered, order = torch.sort(found, stable=True)
+        if len(self.stack.servers) > 1:
+            _, by_server = torch.sort(server_of(ordered, len(self.stack.servers)), stable=True)
+            ordered, order = ordered[by_server], order[by_server]
+        unique, counts = torch.unique_consecutive(ordered, return_counts=True)
+        return Sorted(unique, order, counts.cumsum(0).sub_(counts))
+
+    def counted(self, keys: Tensor) -> tuple[list[int], list[int]]:
+        """Returns where in ordered keys each server's begin; and how many there are."""
+        servers = len(self.stack.servers)
+        edges = torch.arange(servers + 1, device="cpu")
+        return torch.searchsorted(server_of(keys, servers), edges).tolist(), [len(keys)]
+
+    def rows(self, keys: Tensor, server: int) -> Tensor:
+        """Returns the ids."""
+        return keys
+
+
+class Routed:
+    """The rows that a lookup needs. Everything but the keys is computed when it is first needed.
+
+    Args:
+        router: Its router.
+        found: The key of each id.
+        looked: The tables, whose keys follow one another.
+    """
+
+    def __init__(self, router: Router, found: Tensor, looked: Sequence[Looked]) -> None:
+        self.found = found
+        self._router = router
+        self._looked = looked
+
+    @functools.cached_property
+    def order(self) -> Sorted:
+        """The keys, each once, and the order of all: sorts."""
+        return self._router.sorted(self.found)
+
+    @functools.cached_property
+    def keys(self) -> Tensor:
+        """The keys, each once, in order: in half of the time of their ``order``."""
+        if "order" in vars(self) or self._router.is_dynamic:
+            return self.order.unique
+        return distinct(self.found)
+
+    @functools.cached_property
+    def _counted(self) -> tuple[list[int], list[int]]:
+        return self._router.counted(self.keys)
+
+    @property
+    def cuts(self) -> list[int]:
+        """Where in the keys each server's begin, and their number at the end."""
+        return self._counted[0]
+
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        """How many rows of each member there are, by its number."""
+        marks = None if "keys" in vars(self) or "order" in vars(self) else self._marks()
+        if marks is None:
+            return self._counted[1]
+        marks[self.found.long().numpy()] = True
+        return self._router.counted_marks(marks)
+
+    def _marks(self) -> Any:
+        return self._router.marks(self.found)
+
+    def beyond(self, limits: Mapping[int, int]) -> set[int]:
+        """Returns the members that have more rows than a limit, by their numbers.
+
+        Only as many ids are looked at as it takes, which often is a part of them.
+        """
+        marks = self._marks()
+        if marks is None:
+            return {member for member, limit in limits.items() if self.counts[member] > limit}
+        found: set[int] = set()
+        left, begin = {}, 0
+        for number, _, flat in self._looked:
+            if number in limits:
+                left[number] = begin, begin, begin + flat.n_ids
+            begin += flat.n_ids
+        looks = _FIRST_LOOK
+        while left:
+            for number, (first, begin, last) in left.items():
+                end = min(first + looks * (limits[number] + 1), last)
+                marks[self.found[begin:end].long().numpy()] = True
+                left[number] = first, end, last
+            counts = self._router.counted_marks(marks)
+            found.update(number for number in left if counts[number] > limits[number])
+            left = {
+                number: (first, end, last)
+                for number, (first, end, last) in left.items()
+                if number not in found and end < last
+            }
+            looks *= 2
+        return found
+
+
+def make_router(stack: Stack, wire: Wire) -> Router:
+    """Returns what routes the ids of a stack; see ``Router``."""
+    return DynamicRouter(stack, wire) if stack.is_dynamic else Router(stack, wire)
+
+
+# Pulls
+
+
+class Pulled(abc.ABC):
+    """What one lookup pulls of one stack.
+
+    Args:
+        number: Number of the stack.
+        router: Routes its ids.
+        looked: The tables that are looked up.
+        routed: The rows that they need.
+    """
+
+    def __init__(
+        self, number: int, router: Router, looked: Sequence[Looked], routed: Routed
+    ) -> None:
+        self.number = number
+        self.stack = router.stack
+        self.looked = looked
+        self.version = 0
+        """The oldest version that a server's values are of."""
+        self.versions: Mapping[str, int] = {}
+        """The version of each server's values; none where a cache had some."""
+        self.values = torch.empty(0, device="cpu")
+        """The values, once they are here."""
+        self.place = 0
+        """Its position among all lookups of the collection."""
+        self.is_noted = False
+        self._router = router
+        self._routed = routed
+        self._flats = [each.flat for each in looked]
+        self._leaf: Callable[[], Tensor | None] = lambda: None
+
+    @property
+    def used(self) -> int:
+        """Bit i tells that member i is looked up."""
+        return sum(1 << each.number for each in self.looked)
+
+    def leaf(self) -> Tensor | None:
+        """Returns the leaf while it is alive; this object does not keep it."""
+        return self._leaf()
+
+    def take_leaf(self, when_touched: Callable[[Pulled], None]) -> Tensor:
+        """Returns the values, as a leaf if gradients are enabled; this object drops them.
+
+        Args:
+            when_touched: Called once there is a first gradient of them.
+        """
+        values, self.values = self.values, torch.empty(0, device="cpu")
+        if torch.is_grad_enabled():
+            values.requires_grad_()
+            values.weft_pulled = self  # type: ignore[attr-defined]  # found by the optimizer
+            self._leaf = weakref.ref(values)
+            values.register_hook(lambda _: when_touched(self))  # type: ignore[no-untyped-call]
+        return values
+
+    def arrive(self, answer: Answer, step: int) -> None:
+        """Takes the answers of the servers, for a step of the trainer."""
+        self.versions = answer.versions
+        self.version = min(answer.versions.values(), default=step)
+        self.values = self.gather(answer.values)
+
+    @abc.abstractmethod
+    def requests(self) -> Mapping[str, Request]:
+        """Returns what to ask of each server."""
+
+    @abc.abstractmethod
+    def gather(self, answers: Mapping[str, Tensor]) -> Tensor:
+        """Returns the values, from the servers' answers."""
+
+    @abc.abstractmethod
+    def pushes(self, gradient: Tensor) -> Mapping[str, tuple[Any, ...]]:
+        """Returns what to push to each server: rows and gradients, or those of bags."""
+
+    @abc.abstractmethod
+    def bytes_of(self, flat: Flat, rows: int) -> tuple[int, int]:
+        """Returns what the pull of a table with so many rows moves, and the push."""
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Returns the sums of the bags of all tables."""
+        return values
+
+    def outputs(self, values: Tensor) -> Outputs:
+        """Returns the output of each table, ``(bags, dim)``."""
+        parts = torch.split(self.sums(values), [flat.bags for flat in self._flats])
+        return [
+            (each.member, averaged(each, part))
+            for each, part in zip(self.looked, parts, strict=True)
+        ]
+
+    @functools.cached_property
+    def moved(self) -> list[Moved]:
+        """What the lookup of each table moves, if its gradient is pushed."""
+        found = []
+        for number, member, flat in self.looked:
+            rows = self._routed.counts[number]
+            found.append(Moved(member.config.name, flat.n_ids, rows, *self.bytes_of(flat, rows)))
+        return found
+
+    def get_ready(self) -> None:
+        """Computes what does not need the values, while these are on their way."""
+        _ = self.moved
 
 
 class Fetch:
@@ -35,20 +429,21 @@ class Fetch:
     Args:
         number: Number of the stack.
         router: Its router.
-        keys: The keys of the rows, each once, rising.
+        keys: The keys of the rows, each once, in order.
         cuts: Where in the keys each server's begin, and their number at the end.
     """
 
     def __init__(self, number: int, router: Router, keys: Tensor, cuts: Sequence[int]) -> None:
         self.keys = keys
-        self.cuts = cuts
+        self._cuts = cuts
         self._number = number
         self._router = router
 
-    @property
-    def stack(self) -> Stack:
-        """The stack."""
-        return self._router.stack
+    def slices(self) -> Iterator[tuple[int, str, int, int]]:
+        """Yields number and name of each server that has some, and which of the keys."""
+        for k, server in enumerate(self._router.stack.servers):
+            if self._cuts[k] < self._cuts[k + 1]:
+                yield k, server, self._cuts[k], self._cuts[k + 1]
 
     def requests(self) -> Mapping[str, Request]:
         """Returns the rows to ask of each server that has some."""
@@ -57,17 +452,12 @@ class Fetch:
             for k, server, begin, end in self.slices()
         }
 
-    def slices(self) -> Iterator[tuple[int, str, int, int]]:
-        """Yields number and name of each server that has some, and which of the keys."""
-        for k, server in enumerate(self.stack.servers):
-            if self.cuts[k] < self.cuts[k + 1]:
-                yield k, server, self.cuts[k], self.cuts[k + 1]
-
     def gather(self, answers: Mapping[str, Tensor]) -> Tensor:
         """Returns the rows by key."""
-        parts = [answers[server] for server in self.stack.servers if server in answers]
+        stack = self._router.stack
+        parts = [answers[server] for server in stack.servers if server in answers]
         if not parts:
-            return torch.empty(0, self.stack.dim, dtype=self.stack.dtype, device="cpu")
+            return torch.empty(0, stack.dim, dtype=stack.dtype, device="cpu")
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -77,9 +467,8 @@ class PulledRows(Pulled):
     def __init__(
         self, number: int, router: Router, looked: Sequence[Looked], routed: Routed
     ) -> None:
-        super().__init__(number, router, looked)
-        self._routed = routed
-        self.rows = Fetch(number, router, routed.distinct.keys, routed.distinct.cuts)
+        super().__init__(number, router, looked, routed)
+        self.rows = Fetch(number, router, routed.keys, routed.cuts)
 
     def requests(self) -> Mapping[str, Request]:
         """Returns the rows to ask of each server that has some."""
@@ -89,20 +478,16 @@ class PulledRows(Pulled):
         """Returns the rows by key."""
         return self.rows.gather(answers)
 
-    def outputs(self, values: Tensor) -> Outputs:
+    def bytes_of(self, flat: Flat, rows: int) -> tuple[int, int]:
+        """Returns what the pull of a table with so many rows moves, and the push."""
+        return rows_bytes(self._router, rows)
+
+    def sums(self, values: Tensor) -> Tensor:
         """Pools the rows."""
         bags = self._bags
         if self.stack.takes_max or (bags.weights is not None and bags.weights.requires_grad):
-            found = self._natively(values, bags)
-        elif values.requires_grad:
-            found = pool(values, bags, self._transpose)
-        else:
-            found = pooled(values, bags)
-        parts = torch.split(found, [each.flat.bags for each in self.looked])
-        return [
-            (each.member, averaged(each, part))
-            for each, part in zip(self.looked, parts, strict=True)
-        ]
+            return self._natively(values, bags)
+        return pool(values, bags, self._transpose) if values.requires_grad else pooled(values, bags)
 
     def _natively(self, values: Tensor, bags: Bags) -> Tensor:
         if bags.offsets is None:
@@ -125,31 +510,24 @@ class PulledRows(Pulled):
 
     @functools.cached_property
     def _bags(self) -> Bags:
-        flats = [each.flat for each in self.looked]
-        weights = None
-        if any(flat.weights is not None for flat in flats):
-            weights = torch.cat([weights_of(flat, self.stack.dtype) for flat in flats])
-        return Bags(self._routed.ordered.keys.inverse(), offsets_of(flats), weights)
+        weights = weights_of(self._flats, self.stack.dtype)
+        return Bags(self._routed.order.inverse(), offsets_of(self._flats), weights)
 
     @functools.cached_property
     def _transpose(self) -> Bags:
         """Which bags each row is in."""
-        keys, weights = self._routed.ordered.keys, self._bags.weights
-        numbers = numbers_of([each.flat for each in self.looked], keys.order)
+        keys, weights = self._routed.order, self._bags.weights
         weights = None if weights is None else weights.index_select(0, keys.order)
-        return Bags(numbers, keys.starts, weights)
+        return Bags(numbers_of(self._flats, keys.order), keys.starts, weights)
 
     def pushes(self, gradient: Tensor) -> Mapping[str, tuple[Any, ...]]:
         """Returns rows and gradients for each server that has some."""
-        keys, cuts = self.rows.keys, self.rows.cuts
-        kept = self._trained(keys)
+        kept = self._trained(self.rows.keys)
         pushes = {}
-        for k, server in enumerate(self.stack.servers):
-            rows = self._router.rows(keys[cuts[k] : cuts[k + 1]], k)
-            own = gradient[cuts[k] : cuts[k + 1]]
+        for k, server, begin, end in self.rows.slices():
+            rows, own = self._router.rows(self.rows.keys[begin:end], k), gradient[begin:end]
             if kept is not None:
-                chosen = kept[cuts[k] : cuts[k + 1]]
-                rows, own = rows[chosen], own[chosen]
+                rows, own = rows[kept[begin:end]], own[kept[begin:end]]
             if len(rows):
                 pushes[server] = (rows, own)
         return pushes
@@ -163,14 +541,6 @@ class PulledRows(Pulled):
         ]
         return ~torch.isin(keys, torch.cat(padding).to(keys.dtype)) if padding else None
 
-    def _moved(self) -> list[Moved]:
-        found = []
-        for number, member, flat in self.looked:
-            rows = self._routed.counts[number]
-            sizes = rows_bytes(self._router, rows)
-            found.append(Moved(member.config.name, flat.n_ids, rows, *sizes))
-        return found
-
 
 class PulledSums(Pulled):
     """Sums of bags; the servers pool."""
@@ -178,27 +548,22 @@ class PulledSums(Pulled):
     def __init__(
         self, number: int, router: Router, looked: Sequence[Looked], routed: Routed
     ) -> None:
-        super().__init__(number, router, looked)
-        self._routed = routed
-        self._flats = [each.flat for each in looked]
-        self._weights = None
-        if any(flat.weights is not None for flat in self._flats):
-            weights = [weights_of(flat, self.stack.dtype).detach() for flat in self._flats]
-            self._weights = torch.cat(weights)
-        self._bags = self._bags_by_server()
-
-    def _bags_by_server(self) -> dict[int, range]:
-        """Returns which bags each server sums; those of one server follow one another."""
+        super().__init__(number, router, looked, routed)
+        weights = weights_of(self._flats, self.stack.dtype)
+        self._weights = None if weights is None else weights.detach()
+        self._length = fixed_length(self._flats) if self.stack.stripes == 1 else 0
+        """The length of all bags, if that is the same on each server; else 0."""
+        self._bags: dict[int, range] = {}
+        """Which bags each server sums; those of one server follow one another."""
+        end = sum(flat.bags for flat in self._flats)
         if self.stack.stripes > 1:
-            bags = range(sum(flat.bags for flat in self._flats))
-            return dict.fromkeys(range(self.stack.stripes), bags)
-        found: dict[int, range] = {}
+            self._bags = dict.fromkeys(range(self.stack.stripes), range(end))
+            return
         end = 0
-        for _, member, flat in self.looked:
-            begin = found[member.server].start if member.server in found else end
+        for _, member, flat in looked:
+            begin = self._bags[member.server].start if member.server in self._bags else end
             end += flat.bags
-            found[member.server] = range(begin, end)
-        return found
+            self._bags[member.server] = range(begin, end)
 
     def requests(self) -> Mapping[str, Request]:
         """Returns the bags to sum for each server: rows, lengths, and weights of rows.
@@ -215,21 +580,17 @@ class PulledSums(Pulled):
             requests[self.stack.servers[server]] = (self.number, rows, bags, length, weights)
         return requests
 
-    @functools.cached_property
-    def _length(self) -> int:
-        """The length of all bags, if that is the same on each server; else 0."""
-        return fixed_length(self._flats) if self.stack.stripes == 1 else 0
-
     def _whole(self) -> Iterator[tuple[int, slice, Tensor | None]]:
         """Yields servers, which ids are theirs, and the lengths of their bags if they differ."""
-        lengths, first = None if self._length else lengths_of(self._flats), 0
-        ids = dict.fromkeys(self._bags, 0)
-        for each in self.looked:
-            ids[each.member.server] += each.flat.n_ids
+        lengths = None if self._length else torch.cat([flat.lengths() for flat in self._flats])
+        first = 0
         for server, bags in self._bags.items():
+            end = first + sum(
+                each.flat.n_ids for each in self.looked if each.member.server == server
+            )
             own = None if lengths is None else lengths[bags.start : bags.stop]
-            yield server, slice(first, first + ids[server]), own
-            first += ids[server]
+            yield server, slice(first, end), own
+            first = end
 
     def _striped(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         servers = self._routed.found.div(self.stack.stride, rounding_mode="floor")
@@ -250,20 +611,16 @@ class PulledSums(Pulled):
             total += part
         return total
 
-    def outputs(self, values: Tensor) -> Outputs:
-        """Returns the sums or means by table."""
-        parts = torch.split(values, [each.flat.bags for each in self.looked])
-        return [
-            (each.member, averaged(each, part))
-            for each, part in zip(self.looked, parts, strict=True)
-        ]
+    def bytes_of(self, flat: Flat, rows: int) -> tuple[int, int]:
+        """Returns what the pull of a table with so many rows moves, and the push."""
+        return sums_bytes(self._router, flat, rows, has_lengths=not self._length)
 
     def pushes(self, gradient: Tensor) -> Mapping[str, tuple[Any, ...]]:
         """Returns for each server its rows, in which bags each is, and the gradients of bags."""
         return {
-            self.stack.servers[server]: (*entries, gradient[bags.start : bags.stop])
+            self.stack.servers[server]: (*self._entries[server], gradient[bags.start : bags.stop])
             for server, bags in self._bags.items()
-            if (entries := self._entries.get(server)) is not None
+            if server in self._entries
         }
 
     def get_ready(self) -> None:
@@ -275,7 +632,7 @@ class PulledSums(Pulled):
     @functools.cached_property
     def _entries(self) -> dict[int, tuple[Any, ...]]:
         """For each server that has some: its rows, and in which bags each is."""
-        (keys, cuts, _), dtype = self._routed.ordered, self._router.dtype
+        keys, cuts, dtype = self._routed.order, self._routed.cuts, self._router.dtype
         entries = numbers_of(self._flats, keys.order)
         weights = None if self._weights is None else self._weights.index_select(0, keys.order)
         found = {}
@@ -293,25 +650,12 @@ class PulledSums(Pulled):
             )
         return found
 
-    def _moved(self) -> list[Moved]:
-        found = []
-        for number, member, flat in self.looked:
-            rows = self._routed.counts[number]
-            sizes = sums_bytes(self._router, flat, rows, has_lengths=not self._length)
-            found.append(Moved(member.config.name, flat.n_ids, rows, *sizes))
-        return found
-
-
-def routed_of(router: Router, looked: Sequence[Looked]) -> Routed:
-    """Returns the rows that tables of one stack need."""
-    return router.route(looked)
-
 
 def prepare(number: int, router: Router, looked: Sequence[Looked]) -> list[Pulled]:
     """Returns what to pull of one stack; of each table, that which moves fewer bytes."""
     # The bags of a server follow one another.
     looked = sorted(looked, key=lambda each: each.member.server)
-    routed = routed_of(router, looked)
+    routed = router.route(looked)
     sums = _pooled_there(router, looked, routed)
     if not sums:
         return [PulledRows(number, router, looked, routed)]
@@ -319,14 +663,13 @@ def prepare(number: int, router: Router, looked: Sequence[Looked]) -> list[Pulle
         return [PulledSums(number, router, looked, routed)]
     there = [each for each in looked if each.number in sums]
     rest = [each for each in looked if each.number not in sums]
-    kinds = ((PulledSums, there), (PulledRows, rest))
-    return [kind(number, router, own, routed_of(router, own)) for kind, own in kinds]
+    kinds: tuple[tuple[type[Pulled], list[Looked]], ...] = (PulledSums, there), (PulledRows, rest)
+    return [kind(number, router, own, router.route(own)) for kind, own in kinds]
 
 
 def _pooled_there(router: Router, looked: Sequence[Looked], routed: Routed) -> set[int]:
     """Returns the tables that the servers pool, since sums move fewer bytes than rows."""
-    stack = router.stack
-    if stack.takes_max or stack.is_dynamic:
+    if router.stack.takes_max or router.is_dynamic:
         return set()
     limits = {}
     for number, _, flat in looked:
@@ -366,3 +709,64 @@ def sums_bytes(
     bags = stack.stripes * flat.bags
     pulled = entries + bags * ((number if has_lengths else 0) + router.pulled_bytes)
     return pulled, entries + 2 * number * rows + bags * router.pushed_bytes
+
+
+# Bags of several tables, one table after the other
+
+
+def fixed_length(flats: Sequence[Flat]) -> int:
+    """Returns the length of all bags if it is the same by form, else 0."""
+    length = flats[0].length
+    return length if all(flat.length == length for flat in flats) else 0
+
+
+def offsets_of(flats: Sequence[Flat]) -> Tensor | None:
+    """Returns where the bags begin in the ids; None if each id is a bag of its own."""
+    length = fixed_length(flats)
+    if length == 1:
+        return None
+    if length:
+        return torch.arange(0, sum(flat.n_ids for flat in flats), length, device="cpu")
+    offsets, begin = [], 0
+    for flat in flats:
+        own = torch.arange(flat.n_ids, device="cpu") if flat.offsets is None else flat.offsets
+        offsets.append(own + begin)
+        begin += flat.n_ids
+    return torch.cat(offsets)
+
+
+def numbers_of(flats: Sequence[Flat], order: Tensor | None = None) -> Tensor:
+    """Returns the numbers of the bags of ids, the ids in some order."""
+    length = fixed_length(flats)
+    if length:
+        count = sum(flat.n_ids for flat in flats)
+        ids = torch.arange(count, device="cpu") if order is None else order
+        return ids if length == 1 else ids.div(length, rounding_mode="floor")
+    numbers, begin = [], 0
+    for flat in flats:
+        numbers.append(flat.numbers() + begin)
+        begin += flat.bags
+    joined = torch.cat(numbers)
+    return joined if order is None else joined.index_select(0, order)
+
+
+def weights_of(flats: Sequence[Flat], dtype: torch.dtype) -> Tensor | None:
+    """Returns the weights of ids, ones in tables without any; None if no table has some."""
+    if all(flat.weights is None for flat in flats):
+        return None
+    return torch.cat(
+        [
+            torch.ones(flat.n_ids, dtype=dtype, device="cpu")
+            if flat.weights is None
+            else flat.weights
+            for flat in flats
+        ]
+    )
+
+
+def averaged(looked: Looked, sums: Tensor) -> Tensor:
+    """Returns the sums of a table's bags, or their means if it pools so."""
+    if looked.member.config.pooling != "mean":
+        return sums
+    lengths = looked.flat.lengths().clamp_(min=1).unsqueeze(1)
+    return sums / lengths.to(sums.dtype)

@@ -12,18 +12,15 @@ from torch.optim import Optimizer
 
 from torchweft.arguments import is_number
 from torchweft.autograd import get_gradients
+from torchweft.embedding.client import Pushes
 from torchweft.embedding.errors import InputError
-from torchweft.embedding.pulled import Pulled
-from torchweft.embedding.rows import Part, sum_rows
+from torchweft.embedding.lookup import Pulled
+from torchweft.embedding.rows import Form, Part, encode, sum_rows
 from torchweft.embedding.rules import Rule
-from torchweft.embedding.wire import Form, encode
 from torchweft.errors import ConfigurationError
 from torchweft.optim import states
 from torchweft.optim.distributed import check_context_id
 from torchweft.optim.states import copied_options
-
-Pushes = dict[str, dict[int, tuple[int, list[Part]]]]
-"""By server and stack: the members that were looked up, and gradients of rows or of bags."""
 
 
 class TablesOptimizer(Optimizer):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchweft.embedding import initial
 from torchweft.embedding.errors import IdOutOfRange, InputError
-from torchweft.embedding.plan import Member, Stack
+from torchweft.embedding.layout import Member, Stack
 from torchweft.embedding.rows import Bags, Entries, Part, pooled, put, summed, take
 from torchweft.embedding.rules import Rule
 from torchweft.engine.channels.memory import advise_huge_pages
@@ -68,6 +68,11 @@ class Shard:
             rows = self.rows_of(member)
             target = self.weights[member.base : member.base + len(rows)]
             initial.fill(target, member.config, rows, member.columns, seed)
+
+    @property
+    def used_rows(self) -> int:
+        """The number of rows."""
+        return len(self.weights)
 
     def rows_of(self, member: Member) -> range:
         """Returns the rows of a table that this shard has."""

@@ -67,6 +67,11 @@ class Steps(Generic[P]):
         """Whether no push waits for those of other trainers."""
         return self._bound is None or all(step == self.version for step in self._next)
 
+    @property
+    def may_be_ahead(self) -> bool:
+        """Whether a trainer may go on before the others have pushed its step."""
+        return bool(self._bound)
+
     def check_pull(self, trainer: int, step: int) -> None:
         """Checks and counts a pull for a step.
 

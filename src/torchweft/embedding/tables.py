@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from torchweft.arguments import check_type, check_workers, limit_of
+from torchweft.arguments import check_type, check_workers, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
-from torchweft.embedding import contents, host, occupied, saving, telling
+from torchweft.embedding import snapshots
 from torchweft.embedding.cache import Cache
-from torchweft.embedding.client import Client
-from torchweft.embedding.copies import copies_of, look_up_copy
+from torchweft.embedding.client import Client, Pushes
+from torchweft.embedding.configs import TableConfig
 from torchweft.embedding.dynamic import Occupancy, check_capacity
+from torchweft.embedding.errors import BadIds, PlanError
 from torchweft.embedding.groups import Aggregate, groups_of, hosts_of
+from torchweft.embedding.initial import fill
 from torchweft.embedding.inputs import Flat
-from torchweft.embedding.lookups import Lookups
-from torchweft.embedding.optimizer import Pushes, TablesOptimizer
-from torchweft.embedding.options import (
-    check_ahead,
-    check_cache,
-    check_options,
-    check_rule,
-    check_types,
-)
-from torchweft.embedding.plan import Plan, TableConfig
-from torchweft.embedding.pulled import Pulled, Traffic
-from torchweft.embedding.resharding import Resharding
+from torchweft.embedding.layout import Held, pieces_of
+from torchweft.embedding.lookup import Pulled, Traffic
+from torchweft.embedding.optimizer import TablesOptimizer
+from torchweft.embedding.planner import Plan
+from torchweft.embedding.pulls import Lookups, RowStream
+from torchweft.embedding.rows import Wire
 from torchweft.embedding.rules import Rule
-from torchweft.embedding.stream import RowStream
-from torchweft.embedding.wire import Wire
+from torchweft.embedding.server import Options
 from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
-from torchweft.rpc.observed import tell
 
 B = TypeVar("B")
 _WAIT_S = 60.0
@@ -122,7 +115,7 @@ class Tables(nn.Module):
             for each in self.trainers:
                 get_worker_info(each)
         if cache is not None:
-            check_cache(cache, plan, staleness, is_trainer=me in self.trainers)
+            _check_cache(cache, plan, staleness, is_trainer=me in self.trainers)
         self._wire = wire
         self._cache = cache
         averages = reduction == "mean"
@@ -130,22 +123,17 @@ class Tables(nn.Module):
         groups = groups_of(aggregate, self.trainers, staleness, hosts)
         self.limit_s = limit_of(timeout, _WAIT_S)
         """The limit of each pull and step; infinite for none."""
-        self._options = host.Options(
-            plan.layout, self.trainers, staleness, averages, seed, wire, groups
-        )
-        self.copies = copies_of(plan, seed)
+        self._options = Options(plan.layout, self.trainers, staleness, averages, seed, wire, groups)
+        self.copies = _copies_of(plan, seed)
         self._client = Client(name, self._options, self.limit_s)
-        self.lookups = self._looking_up()
+        self.lookups = self._looking_up(None)
         """The lookups of this worker; for ``torchweft.hybrid``."""
         self._moves = 0
         self._has_rows_beside = False
         self._optimizer: TablesOptimizer | None = None
 
-    def _looking_up(self) -> Lookups:
-        lookups = Lookups(self._client, self.plan, self._wire, self._cache, self._look_up_copy)
-        told = functools.partial(telling.of_lookups, self.name, weakref.ref(lookups))
-        self._tells = weakref.finalize(lookups, tell(told))
-        return lookups
+    def _looking_up(self, before: Lookups | None) -> Lookups:
+        return Lookups(self._client, self.plan, self._wire, self._cache, self._look_up_copy, before)
 
     @property
     def servers(self) -> Mapping[str, WorkerInfo]:
@@ -232,11 +220,37 @@ class Tables(nn.Module):
         Raises:
             ConfigurationError: They cannot.
         """
-        if self._optimizer is not None and self._cache is not None:
-            check_ahead(self.name, self._cache, self._client.staleness, ahead)
+        cache, staleness = self._cache, self._client.staleness
+        if self._optimizer is None or cache is None:
+            return
+        if staleness is not None and ahead > staleness:
+            raise ConfigurationError(
+                f"tables {self.name!r} have staleness={staleness} and a cache, and rows that are "
+                f"pulled {ahead} steps ahead are older; pass at most ahead={staleness}, or make "
+                f"the tables with staleness={ahead}, or without a cache"
+            )
+        if staleness is None and cache.steps is not None and ahead > cache.steps:
+            raise ConfigurationError(
+                f"the cache of tables {self.name!r} has steps={cache.steps}, and rows that are "
+                f"pulled {ahead} steps ahead are older; pass at most ahead={cache.steps}, or "
+                f"Cache(steps={ahead})"
+            )
 
     def _look_up_copy(self, config: TableConfig, flat: Flat) -> Tensor:
-        return look_up_copy(self.copies[config.name], config, flat)
+        """Returns the output of a copied table, on the device of its ids."""
+        weight: Tensor = self.copies[config.name]
+        ids = flat.ids.to(weight.device)
+        if flat.offsets is None:
+            found = functional.embedding(ids, weight, config.padding_idx)
+            return found.view(*flat.shape, config.dim).to(flat.device)
+        found = functional.embedding_bag(
+            ids,
+            weight,
+            flat.offsets.to(weight.device),
+            mode=config.pooling,
+            per_sample_weights=None if flat.weights is None else flat.weights.to(weight.device),
+        )
+        return found.to(flat.device)
 
     def clear_cache(self) -> None:
         """Drops the rows that this trainer has cached, so that the next lookups pull them.
@@ -274,9 +288,9 @@ class Tables(nn.Module):
                 f"tables {self.name!r} have staleness=0, so no cached row is valid after a step; "
                 "make them with a larger staleness, or without a cache"
             )
-        check_rule(rule, self.plan)
+        snapshots.check_rule(rule, self.plan)
         self._client.check_begin()
-        self._client.call_all(host.set_rule, rule)
+        self._client.call_all("set_rule", rule)
         # A group sums before it rounds.
         touched, form = self.lookups.touched, self._wire.pushed
         form = None if self._client.is_aggregated else form
@@ -320,17 +334,20 @@ class Tables(nn.Module):
             WorkerLost: A server or a trainer is lost.
         """
         check_type(plan, Plan, "plan", "what plan_tables returns")
-        change = Resharding(self._client, self._collection(), self._options)
-        change.begin(plan, has_gradients=bool(self.lookups.touched))
+        collection, client = self._collection(), self._client
+        snapshots.check_move(client, collection, plan, has_gradients=bool(self.lookups.touched))
         self._moves += 1  # Also if it fails: servers may have rows under the name for a while.
         options = self._options._replace(layout=plan.layout)
-        before, self._client = self._client, change.make(plan, options, self._moves, self.limit_s)
+        base, _, _ = self.name.partition("@")
+
+        def make() -> Client:
+            return Client(f"{base}@{self._moves}", options, self.limit_s)
+
+        self._client = snapshots.moved(client, collection, plan, make)
         self.plan, self._options, self.name = plan, options, self._client.name
-        self._tells()
-        lookups = self._looking_up()
-        lookups.follow(self.lookups)
-        self.lookups = lookups
-        before.close()
+        self.lookups.forget()
+        self.lookups = self._looking_up(self.lookups)
+        client.close()
 
     # Rows
 
@@ -343,9 +360,12 @@ class Tables(nn.Module):
         """
         config = self._config(name, is_dynamic=False)
         if name in self.copies:
-            copy: Tensor = self.copies[name].detach().cpu().clone()
-            return copy
-        return contents.read(self._client, self.plan.layout, config)
+            return self.copied_values()[name]
+        whole = torch.empty(config.rows, config.dim, dtype=config.dtype, device="cpu")
+        for (_, server, rows, columns), *place in self._pieces(name):
+            part = self._client.call("read", {server: tuple(place)})[server]
+            whole[rows.start :: rows.step, columns.start : columns.stop] = part
+        return whole
 
     @torch.no_grad()
     def set_weights(self, name: str, values: Tensor) -> None:
@@ -359,12 +379,37 @@ class Tables(nn.Module):
             BadIds: There is no such table, its ids are dynamic, or the values do not fit; nothing
                 was changed.
         """
-        config = self._config(name, is_dynamic=False)
-        contents.check_values(self.plan.layout, config, values)
+        self._check_values(self._config(name, is_dynamic=False), values)
         if name in self.copies:
             self.copies[name].copy_(values)
-        contents.write(self._client, self.plan.layout, config, values)
+        values = values.cpu()  # Servers keep rows in host memory.
+        for (_, server, rows, columns), *place in self._pieces(name):
+            part = values[rows.start :: rows.step, columns.start : columns.stop].contiguous()
+            self._client.call("write", {server: (*place, part)})
         self.clear_cache()
+
+    def _check_values(self, config: TableConfig, values: Tensor) -> None:
+        if not isinstance(values, Tensor) or values.layout is not torch.strided or values.is_meta:
+            found = kind_of(values)
+            if isinstance(values, Tensor):
+                found = f"a tensor of {values.layout} on {values.device}"
+            raise BadIds(
+                f"table {config.name!r} was given {found}; pass a dense tensor of its values",
+                table=config.name,
+            )
+        shape = (config.rows, config.dim)
+        if tuple(values.shape) != shape or values.dtype != config.dtype:
+            pieces = self._pieces(config.name)
+            servers = ", ".join(dict.fromkeys(each.piece.server for each in pieces))
+            raise BadIds(
+                f"table {config.name!r}{f' on {servers}' * bool(servers)} has {list(shape)} values "
+                f"of {config.dtype}, and was given {list(values.shape)} of {values.dtype}",
+                table=config.name,
+                server=servers,
+            )
+
+    def _pieces(self, name: str) -> list[Held]:
+        return [each for each in pieces_of(self.plan.layout) if each.piece.table == name]
 
     def rows(self, name: str) -> tuple[Tensor, Tensor]:
         """Returns copies of the ids of a dynamic table that have rows, and of these. Blocks.
@@ -376,15 +421,26 @@ class Tables(nn.Module):
             BadIds: There is no such table, or its ids are not dynamic.
         """
         self._config(name, is_dynamic=True)
-        return occupied.joined_rows(self._client.call_all(occupied.rows, name).values())
+        parts = [each for own in self._client.call_all("rows", name).values() for each in own]
+        ids, order = torch.sort(torch.cat([ids for ids, _ in parts]))
+        return ids, torch.cat([rows for _, rows in parts])[order]
 
     def occupancy(self) -> dict[str, Occupancy]:
         """Returns how many ids of each dynamic table have rows, on all servers. Blocks."""
-        return occupied.joined_occupancy(self._client.call_all(occupied.occupancy).values())
+        return snapshots.occupancy(self._client)
 
     def _config(self, name: str, *, is_dynamic: bool) -> TableConfig:
         config = self.lookups.checker(name).config
-        contents.check_kind(config, is_dynamic=is_dynamic)
+        if is_dynamic and config.dynamic is None:
+            raise BadIds(
+                f"the ids of table {name!r} are numbers of rows; read it by weights()", table=name
+            )
+        if not is_dynamic and config.dynamic is not None:
+            raise BadIds(
+                f"table {name!r} has dynamic ids, and so no rows of all ids; read those that it "
+                "has by rows()",
+                table=name,
+            )
         return config
 
     # Snapshots
@@ -423,7 +479,7 @@ class Tables(nn.Module):
             WorkerLost: A worker was lost. Earlier snapshots are unchanged.
         """
         with self._with_rows():
-            return saving.save(self._collection(), directory, step, state, keep, since)
+            return snapshots.save(self._collection(), directory, step, state, keep, since)
 
     def restore(
         self,
@@ -456,7 +512,7 @@ class Tables(nn.Module):
             WorkerLost: A worker was lost; restore again onto the others, in new tables.
         """
         with self._with_rows():
-            snapshot = saving.restore(self._collection(), directory, state, step)
+            snapshot = snapshots.restore(self._collection(), directory, state, step)
         self.clear_cache()
         return snapshot
 
@@ -502,16 +558,8 @@ class Tables(nn.Module):
             self.copies[name].copy_(values)
         self.clear_cache()
 
-    def _collection(self) -> saving.Collection:
-        return saving.Collection(
-            self.name,
-            self.plan,
-            self.servers,
-            self._client.staleness,
-            self._optimizer,
-            self.copies,
-            self._client.timeout_s,
-        )
+    def _collection(self) -> snapshots.Collection:
+        return snapshots.Collection(self._client, self.plan, self._optimizer, self.copies)
 
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
@@ -532,7 +580,7 @@ class Tables(nn.Module):
         each pull.
         """
         total: dict[int, int] = {}
-        for counts in self._client.call_all(host.staleness).values():
+        for counts in self._client.call_all("staleness").values():
             for staleness, count in counts.items():
                 total[staleness] = total.get(staleness, 0) + count
         return dict(sorted(total.items()))
@@ -543,6 +591,82 @@ class Tables(nn.Module):
         Raises:
             WorkerLost: A server is lost; the others have released the rows.
         """
-        self._tells()
+        self.lookups.forget()
         self.lookups.touched.clear()
         self._client.close()
+
+
+def _copies_of(plan: Plan, seed: int) -> nn.ParameterDict:
+    """Returns the tables of which each trainer has a copy, by name, with their initial values."""
+    copies = nn.ParameterDict()
+    for config in plan.copied:
+        if hasattr(copies, config.name):
+            raise PlanError(
+                f"a copy of a table is a parameter, and none can be named {config.name!r}; give "
+                "the table another name",
+                table=config.name,
+            )
+        values = torch.empty(config.rows, config.dim, dtype=config.dtype, device="cpu")
+        fill(values, config, range(config.rows), range(config.dim), seed)
+        copies[config.name] = nn.Parameter(values)
+    return copies
+
+
+# Options
+
+
+def check_types(*, name: Any, seed: Any, cache: Any, wire: Any) -> None:
+    """Checks the types of options of ``Tables`` that a ``HybridModel`` has, too.
+
+    Raises:
+        ArgumentTypeError: One is of a wrong type.
+    """
+    check_type(name, str, "name", "a name of the tables")
+    check_type(seed, int, "seed", "an integer")
+    if cache is not None:
+        check_type(cache, Cache, "cache", "a Cache, such as Cache(0.1), or None")
+    check_type(wire, Wire, "wire", "a Wire, such as Wire('fp16', 'fp16')")
+
+
+def check_options(trainers: Sequence[str], staleness: int | None, reduction: str) -> None:
+    """Checks options of ``Tables``.
+
+    Raises:
+        ConfigurationError: One of them cannot work.
+    """
+    if not trainers or len(set(trainers)) < len(trainers):
+        raise ConfigurationError(f"trainers is {list(trainers)}; name each trainer once")
+    if staleness is not None and (type(staleness) is not int or staleness < 0):
+        raise ConfigurationError(
+            f"staleness is {staleness!r}; pass a number of steps, or None for the asynchronous mode"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ConfigurationError(f"reduction is {reduction!r}; use 'mean' or 'sum'")
+
+
+def _check_cache(cache: Cache, plan: Plan, staleness: int | None, *, is_trainer: bool) -> None:
+    """Checks that rows can be kept in a cache.
+
+    Raises:
+        ConfigurationError: They cannot.
+    """
+    if not is_trainer:
+        raise ConfigurationError(
+            "this worker is not among the trainers, so it has no steps after which cached rows are "
+            "pulled again; make the tables without a cache"
+        )
+    if staleness is None and cache.steps is None:
+        raise ConfigurationError(
+            "in the asynchronous mode a cache needs a limit of its own, such as Cache(steps=8)"
+        )
+    if staleness is not None and cache.steps is not None:
+        raise ConfigurationError(
+            f"a cache has steps={cache.steps}, and the tables staleness={staleness}, which limits "
+            "the cache; leave steps out"
+        )
+    for stack in plan.layout.stacks:
+        if stack.is_dynamic:
+            raise ConfigurationError(
+                f"table {stack.members[0].config.name!r} has dynamic ids, and a cache finds "
+                "rows by numbers; make the tables without a cache, or dynamic tables apart"
+            )

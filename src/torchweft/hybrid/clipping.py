@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.embedding import host
-from torchweft.embedding.calls import call_servers
-from torchweft.embedding.pulled import Pulled
+from torchweft.embedding.lookup import Pulled
+from torchweft.embedding.meeting import wait_for
 from torchweft.embedding.rows import Part, summed
+from torchweft.embedding.server import host_of
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 from torchweft.optim.clipping import norm, norm_of
-from torchweft.rpc import functions, get_worker_info, on_worker_lost
+from torchweft.rpc import functions, get_worker_info, on_worker_lost, rpc_async
 from torchweft.rpc.current_call import check_caller, check_types
 from torchweft.rpc.futures import OrderedFuture
 
@@ -92,7 +92,12 @@ def measure_rows(
         info: (key, me, norm_type, averages, parts.get(name, {})) for name, info in servers.items()
     }
     try:
-        answers = call_servers(measure, given, timeout_s)
+        answers = wait_for(
+            {
+                info.name: rpc_async(info, measure, own, timeout=timeout_s)
+                for info, own in given.items()
+            }
+        )
     except CallTimeout as error:
         raise CallTimeout(
             f"the norm of the gradients of tables {key[0]!r} needs all trainers, "
@@ -141,7 +146,7 @@ def measure(
     """
     check_types(key=(key, tuple), trainer=(trainer, int), stacks=(stacks, dict))
     check_types(norm_type=(norm_type, (int, float)))
-    tables = host.host_of(key[0])
+    tables = host_of(key[0])
     trainers = tables.options.trainers
     if not 0 <= trainer < len(trainers):
         raise ConfigurationError(f"trainer {trainer} of {len(trainers)} does not exist")

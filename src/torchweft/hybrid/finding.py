@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchweft.arguments import did_you_mean
 from torchweft.embedding import Dynamic, TableConfig
 from torchweft.embedding.inputs import parts_of
-from torchweft.embedding.plan import Touched
+from torchweft.embedding.planner import Touched
 from torchweft.hybrid.errors import PlacementError
 
 TABLE_TYPES = (nn.Embedding, nn.EmbeddingBag)

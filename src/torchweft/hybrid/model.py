@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from torchweft.arguments import UNSET_TIMEOUT, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
-from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire, handing
+from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire, recovery
+from torchweft.embedding.configs import Place
 from torchweft.embedding.groups import Aggregate
-from torchweft.embedding.options import check_options, check_types
-from torchweft.embedding.plan import Place
-from torchweft.embedding.pulled import Pulled
+from torchweft.embedding.lookup import Pulled
+from torchweft.embedding.tables import check_options, check_types
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.hybrid import clipping, saving
 from torchweft.hybrid.copies import CopiesOptimizer
@@ -457,10 +457,10 @@ class HybridModel(nn.Module):
         with self._trainers.first_tells() as told:
             if told.is_first:
                 found = saving.restore(self.tables, directory, whole, step)
-                told.value = found.step, handing.taken(whole)
+                told.value = found.step, recovery.taken(whole)
         done, values = told.value
         if not self._trainers.is_first:
-            handing.put(whole, values)
+            recovery.put(whole, values)
         return int(done)
 
     def close(self) -> None:

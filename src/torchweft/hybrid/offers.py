@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchweft.arguments import check_type, check_workers, did_you_mean
 from torchweft.embedding import TableConfig, Wire
-from torchweft.embedding.plan import Place, Touched
+from torchweft.embedding.configs import Place
+from torchweft.embedding.planner import Touched
 from torchweft.errors import ArgumentTypeError
 from torchweft.hybrid.errors import PlacementError, TrainersDiffer
 from torchweft.hybrid.finding import Found, measure_shares

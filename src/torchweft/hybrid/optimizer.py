@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchweft.arguments import kind_of
 from torchweft.autograd import get_gradients
 from torchweft.embedding import TablesOptimizer
-from torchweft.embedding.pulled import Pulled
+from torchweft.embedding.lookup import Pulled
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.hybrid.copies import CopiesOptimizer
 from torchweft.hybrid.errors import PlacementError

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchweft.closing import Closing
 from torchweft.embedding import InputError, Jagged, RowStream, Tables
 from torchweft.embedding.inputs import parts_of
-from torchweft.embedding.lookups import Ahead, CachedAhead, Drawn, Flats
+from torchweft.embedding.pulls import Drawn, Flats, Sent
 
 B = TypeVar("B")
 Step = Callable[[Any], Any]
@@ -200,7 +200,7 @@ class _Sent:
         self,
         passes: Passes,
         given: Sequence[tuple[str, Jagged]],
-        sent: Ahead | CachedAhead | None,
+        sent: Sent | None,
     ) -> None:
         self._passes = passes
         self._given = given

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torchweft.columns import aligned
 from torchweft.embedding import Plan, TableConfig, Wire, plan_tables
-from torchweft.embedding.plan import Place, shown_bytes
+from torchweft.embedding.configs import Place
+from torchweft.embedding.planner import shown_bytes
 from torchweft.hybrid.errors import PlacementError
 
 _ROW_COST = 2.0

@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from torch.autograd import Variable
 
 from torchweft.arguments import kind_of
-from torchweft.embedding.named import tell_losses
+from torchweft.embedding.meeting import tell_losses
 from torchweft.embedding.recovery import is_there
 from torchweft.errors import ArgumentTypeError, ConfigurationError, WorkerLost
 from torchweft.hybrid.missing import Turns, is_timeout

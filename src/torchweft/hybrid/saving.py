@@ -10,7 +10,7 @@ from torch import nn
 from torchweft import checkpoint
 from torchweft.checkpoint import Snapshot
 from torchweft.embedding import Tables
-from torchweft.embedding.handing import Tree
+from torchweft.embedding.recovery import Tree
 from torchweft.hybrid.optimizer import HybridOptimizer
 from torchweft.rpc import get_worker_info
 

@@ -1,9 +1,8 @@
-"""Dynamic ids without servers: what they may be, where they go, and how a lookup is routed."""
+"""Dynamic tables: the map of ids, ids of bounded number, and the rows of a server."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,16 +26,225 @@ from torchweft.embedding import (
     TableWise,
     Wire,
     initial,
+    pieces,
     plan_tables,
-    saved,
     touched_shares,
 )
-from torchweft.embedding.dynamic import DynamicShard
+from torchweft.embedding import dynamic as module
+from torchweft.embedding.configs import Evict
+from torchweft.embedding.dynamic import DynamicShard, IdMap, Ints, Roster, server_of
+from torchweft.embedding.initial import mixed
 from torchweft.embedding.inputs import Checker
-from torchweft.embedding.lookup import PulledRows, prepare
-from torchweft.embedding.pulled import Looked
-from torchweft.embedding.routing import make_router, server_of
+from torchweft.embedding.lookup import Looked, PulledRows, make_router, prepare
 from torchweft.embedding.shard import Gradients
+from torchweft.embedding.steps import Steps
+
+EXTREMES = [0, 1, -1, 2**63 - 1, -(2**63), -(2**63) + 1, 2**33, 2**57, 2**62]
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+def array(numbers: list[int]) -> Ints:
+    return np.array(numbers, np.int64)
+
+
+def colliding(count: int, positions: int) -> list[int]:
+    """Returns ids that begin at the last of the positions of a map, for every size up to it."""
+    ids = torch.arange(-positions * count * 4, positions * count * 4)
+    found = ids[mixed(ids).bitwise_and(positions - 1) == positions - 1][:count].tolist()
+    assert len(found) == count
+    return found
+
+
+POOLS = [EXTREMES + list(range(-20, 20)), colliding(40, 1024)]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.data())
+def test_it_does_what_a_dict_does(data: st.DataObject) -> None:
+    pool = data.draw(st.sampled_from(POOLS) | st.lists(INT64, min_size=1, unique=True))
+    some = st.lists(st.sampled_from(pool), unique=True)
+    found, model, last = IdMap(), dict[int, int](), 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        chosen = data.draw(some)
+        if data.draw(st.booleans()):
+            new = [number for number in chosen if number not in model]
+            found.insert(array(new), np.arange(last, last + len(new)))
+            model |= {number: last + place for place, number in enumerate(new)}
+            last += len(new)
+        else:
+            old = [number for number in chosen if number in model]
+            found.remove(array(old))
+            model = {number: place for number, place in model.items() if number not in old}
+        assert len(found) == len(model)
+        assert found.find(array(pool)).tolist() == [model.get(number, -1) for number in pool]
+
+
+def test_an_empty_map_finds_nothing() -> None:
+    assert IdMap().find(array(EXTREMES)).tolist() == [-1] * len(EXTREMES)
+    assert IdMap().find(array([])).tolist() == []
+
+
+def test_ids_that_collide_keep_their_places_when_others_go() -> None:
+    ids = array(colliding(60, 1024))
+    found = IdMap()
+    found.insert(ids, np.arange(60))
+    found.remove(ids[::2])
+    assert found.find(ids).tolist() == [-1 if k % 2 == 0 else k for k in range(60)]
+    found.insert(ids[::2], np.arange(100, 130))
+    assert found.find(ids[::2]).tolist() == list(range(100, 130))
+
+
+def test_it_stays_small_when_ids_come_and_go() -> None:
+    found = IdMap()
+    for begin in range(0, 100_000, 100):
+        found.insert(np.arange(begin, begin + 100), np.arange(100))
+        found.remove(np.arange(begin, begin + 100))
+    assert len(found) == 0
+    assert len(found._ids) <= 1024
+
+
+@pytest.mark.parametrize("step", [1, 2**20, 2**57])
+def test_ids_in_regular_distances_do_not_collide(step: int) -> None:
+    count = 64 if step == 2**57 else 4096
+    homes = mixed(torch.arange(count) * step).bitwise_and(4 * count - 1)
+    assert len(homes.unique()) > 0.7 * count
+
+
+Marks = dict[int, tuple[int, int]]
+
+
+def marks_of(roster: Roster, steps: int = 0) -> Marks:
+    """Returns count and age mark of each id."""
+    places = roster.held(steps)
+    assert (np.diff(roster.ids[places]) > 0).all()
+    assert roster.find(roster.ids[places]).tolist() == places.tolist()
+    columns = (roster.counts[places].tolist(), roster.ages[places].tolist())
+    return dict(zip(roster.ids[places].tolist(), zip(*columns, strict=True), strict=True))
+
+
+def added_to(roster: Roster, ids: Ints, step: int) -> Ints:
+    """Adds ids that occur for the first time."""
+    return roster.add(ids, np.ones(len(ids), np.int64), np.full(len(ids), step), step)
+
+
+def in_order(marks: Marks, evict: Evict) -> list[int]:
+    """Returns ids, those first that give way first."""
+    turn = -1 if evict == "age" else 1
+    return sorted(marks, key=lambda number: (*marks[number][::turn], number))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.sampled_from(["age", "frequency"]),
+    st.sampled_from([8, 130]),
+    st.lists(st.sets(st.integers(-9, 9) | st.integers(-100, 100), max_size=8), max_size=40),
+)
+def test_the_last_ones_give_way(evict: Evict, capacity: int, steps: list[set[int]]) -> None:
+    roster, model, evicted, added = Roster(capacity, evict), Marks(), 0, 0
+    for step, wanted in enumerate(steps, start=1):
+        ids = np.array(sorted(wanted), np.int64)
+        places = roster.find(ids)
+        roster.touch(places[places >= 0], step)
+        new = ids[places < 0]
+        assert len(set(added_to(roster, new, step).tolist())) == len(new)
+        model |= {number: (model[number][0] + 1, step) for number in wanted & model.keys()}
+        old = {number: each for number, each in model.items() if each[1] != step}
+        lacking = len(model) + len(new) - capacity
+        gone = in_order(old, evict)[: max(lacking, capacity // 64)] if lacking > 0 else []
+        model = {number: each for number, each in model.items() if number not in gone}
+        model |= dict.fromkeys(new.tolist(), (1, step))
+        evicted, added = evicted + len(gone), added + len(new)
+        assert marks_of(roster) == model
+        assert (len(roster), roster.evicted, roster.added) == (len(model), evicted, added)
+        assert len(roster) <= capacity
+
+
+def test_the_smaller_id_gives_way_among_equals() -> None:
+    roster = Roster(3, "age")
+    added_to(roster, np.array([5, -9, 2]), 1)
+    added_to(roster, np.array([7]), 2)
+    assert marks_of(roster) == {2: (1, 1), 5: (1, 1), 7: (1, 2)}
+
+
+def test_no_id_of_the_step_gives_way_however_rare() -> None:
+    roster = Roster(2, "frequency")
+    places = roster.add(np.array([1, 2]), np.array([9, 1]), np.ones(2, np.int64), 1)
+    roster.touch(places[1:], 2)
+    added_to(roster, np.array([3]), 2)
+    assert marks_of(roster) == {2: (2, 2), 3: (1, 2)}
+
+
+@pytest.mark.parametrize("evict", ["age", "frequency"])
+def test_it_takes_over_as_many_as_there_is_room_for(evict: Evict) -> None:
+    ids, counts, ages = (np.array(each) for each in ([4, 1, 9, -3], [2, 2, 1, 5], [8, 7, 9, 1]))
+    roster = Roster(2, evict)
+    chosen, places = roster.fill(ids, counts, ages, ages)
+    marks = {4: (2, 8), 1: (2, 7), 9: (1, 9), -3: (5, 1)}
+    kept = in_order(marks, evict)[2:]
+    assert sorted(ids[chosen].tolist()) == sorted(kept)
+    assert roster.ids[places].tolist() == ids[chosen].tolist()
+    assert marks_of(roster) == {number: marks[number] for number in kept}
+    assert Roster(0, evict).fill(ids, counts, ages, ages)[0].tolist() == []
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.sampled_from(["age", "frequency"]),
+    st.sampled_from([8, 30]),
+    st.sampled_from([None, 1, 3]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([1, 3, 1024]),
+    st.lists(st.sets(st.integers(0, 20), max_size=6), max_size=30),
+)
+def test_ids_expire_after_the_same_step_however_many_places_are_swept(
+    evict: Evict,
+    capacity: int,
+    ttl: int | None,
+    frequency: float,
+    swept: int,
+    steps: list[set[int]],
+) -> None:
+    roster = Roster(capacity, evict, ttl, frequency)
+    model: dict[int, tuple[int, int, int]] = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(module, "_SWEPT", swept)
+        for step, wanted in enumerate(steps, start=1):
+            ids = np.array(sorted(wanted), np.int64)
+            roster.sweep(step - 1, ids)
+            places = roster.find(ids)
+            roster.touch(places[places >= 0], step)
+            new = ids[places < 0]
+            added_to(roster, new, step)
+            known = wanted & model.keys()
+            assert known == wanted - set(new.tolist())
+            model |= {each: (model[each][0] + 1, step, model[each][2]) for each in known}
+            lacking = len(model) + len(new) - capacity
+            if lacking > 0:
+                old = {each: marks[:2] for each, marks in model.items() if marks[1] != step}
+                for each in in_order(old, evict)[: max(lacking, capacity // 64)]:
+                    del model[each]
+            model |= dict.fromkeys(new.tolist(), (1, step, step))
+            model = {
+                each: (count, age, first)
+                for each, (count, age, first) in model.items()
+                if (ttl is None or step - age < ttl) and count >= frequency * (step - first + 1)
+            }
+            assert marks_of(roster, step) == {each: found[:2] for each, found in model.items()}
+            all_ids = np.arange(21)
+            is_live = roster.live(all_ids, step) >= 0
+            assert set(all_ids[is_live].tolist()) == model.keys()
+
+
+def test_a_step_looks_at_few_places_and_all_are_looked_at_in_time() -> None:
+    roster = Roster(10_000, "age", ttl=1)
+    added_to(roster, np.arange(10_000), 1)
+    none = np.zeros(0, np.int64)
+    for step in range(2, 11):
+        roster.sweep(step, none)
+        assert len(roster) == 10_000 - 1024 * (step - 1)
+    roster.sweep(11, none)
+    assert (len(roster), roster.evicted) == (0, 10_000)
+
 
 SERVERS = ("a", "b", "c")
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -202,14 +410,21 @@ def test_padding_reads_as_zeros_and_never_gets_a_row() -> None:
     assert shard.pull(torch.tensor([-9])).tolist() == [[0.0] * 4]
 
 
-class Received(saved.Entry):
+class Received(pieces.Entry):
     """An entry of a snapshot on this worker, as references give it."""
 
     def is_owner(self) -> bool:
         return True
 
-    def local_value(self) -> saved.Entry:
+    def local_value(self) -> pieces.Entry:
         return self
+
+
+class Server(pieces.Pieces[None]):
+    """A server without an agent."""
+
+    def settled(self) -> nullcontext[None]:
+        return nullcontext()
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 1 << 26])
@@ -217,7 +432,7 @@ class Received(saved.Entry):
 def test_servers_take_their_ids_of_a_snapshot_in_any_chunks(
     monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, count: int
 ) -> None:
-    monkeypatch.setattr(saved, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(pieces, "_CHUNK_BYTES", chunk_bytes)
     config = TableConfig("users", 90, 4, "sum", torch.float64, dynamic=Dynamic(2))
     ids = np.random.default_rng(0).integers(-(2**62), 2**62, 40)
     layouts = [
@@ -240,9 +455,10 @@ def test_servers_take_their_ids_of_a_snapshot_in_any_chunks(
     for k in range(count):
         shard = DynamicShard(layouts[1].stacks[0], k, seed=0, limit=90)
         shard.set_rule(Adagrad())
-        host: Any = SimpleNamespace(name=SERVERS[k], settled=nullcontext)
-        found: Any = entries
-        saved._adopt_ids(host, shard, [found], 1.0)
+        steps = Steps[None](["trainer"], 0)
+        host = Server("tables", SERVERS[k], layouts[1], {0: shard}, steps)
+        found: Any = [((), entry) for entry in entries]
+        host._adopt_ids(shard, [found], 1.0)
         assert shard.steps.tolist() == [2.0]
         after.append(shard.copied(0))
         for prefix in ("rows.", "waiting."):

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.embedding.aggregator import fewest
-from torchweft.embedding.groups import groups_of
+from torchweft.embedding.groups import Batch, fewest, gathered, groups_of, share
 from torchweft.embedding.rows import Entries, sum_rows
-from torchweft.embedding.sharing import Batch, gathered, share
 from torchweft.errors import ConfigurationError
 
 TRAINERS = ["a", "b", "c", "d"]

@@ -11,9 +11,7 @@ from torch.nn import functional
 
 from torchweft.embedding import SGD, Copies, RowWise, TableConfig, TableWise, plan_tables
 from torchweft.embedding.inputs import Checker
-from torchweft.embedding.lookup import PulledRows, PulledSums, prepare
-from torchweft.embedding.pulled import Looked, Pulled
-from torchweft.embedding.routing import Router
+from torchweft.embedding.lookup import Looked, Pulled, PulledRows, PulledSums, Router, prepare
 from torchweft.embedding.shard import Gradients, Shard
 
 SERVERS = ("a", "b", "c")
@@ -165,15 +163,20 @@ def test_marks_tell_what_a_sort_tells(count: int, place: Any) -> None:
     (stack,) = plan_tables(tables, SERVERS, places=places).layout.stacks
     router = Router(stack)
     flats = [
-        (number, member, Checker(member.config).flat(skewed(count, member.config.rows).view(1, -1)))
+        Looked(
+            number,
+            member,
+            Checker(member.config).flat(skewed(count, member.config.rows).view(1, -1)),
+        )
         for number, member in enumerate(stack.members)
     ]
     expected = [len(flat.ids.unique()) for _, _, flat in flats]
-    ordered = router.route(flats).ordered
-    assert ordered.counts == expected == router.route(flats).counts
-    keys, *others = router.route(flats).distinct
-    assert torch.equal(keys, ordered.keys.unique)
-    assert others == list(ordered[1:])
+    ordered, by_keys = router.route(flats), router.route(flats)
+    assert torch.equal(by_keys.keys, ordered.order.unique)
+    assert torch.equal(ordered.keys, ordered.order.unique)
+    assert by_keys.cuts == ordered.cuts
+    for routed in (ordered, by_keys, router.route(flats)):
+        assert routed.counts == expected
     assert (router.marks(router.route(flats).found) is None) == (count == 3)
     # One lookup after the other uses the same marks.
     first = router.route(flats[:1]).counts
@@ -190,7 +193,7 @@ def test_as_many_ids_are_looked_at_as_it_takes(place: Any) -> None:
     ids = {"early": torch.cat([rising, zeros]), "late": torch.cat([zeros, rising])}
     ids["few"] = torch.cat([rising[:30], zeros])
     flats = [
-        (number, member, Checker(member.config).flat(ids[member.config.name].view(1, -1)))
+        Looked(number, member, Checker(member.config).flat(ids[member.config.name].view(1, -1)))
         for number, member in enumerate(stack.members)
     ]
     names = [member.config.name for member in stack.members]

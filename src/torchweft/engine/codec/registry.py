@@ -103,11 +103,11 @@ remotely_callable_unless_strict = Mark(
 
 rebuilds_plain = Mark(
     "torchweft.embedding.dynamic",
-    "torchweft.embedding.host",
-    "torchweft.embedding.plan.configs",
-    "torchweft.embedding.plan.layout",
+    "torchweft.embedding.server",
+    "torchweft.embedding.configs",
+    "torchweft.embedding.layout",
+    "torchweft.embedding.rows",
     "torchweft.embedding.rules",
-    "torchweft.embedding.wire",
     "torchweft.errors",
     "torchweft.ids",
     "torchweft.mapreduce.shared",

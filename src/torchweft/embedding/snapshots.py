@@ -1,48 +1,43 @@
-"""Snapshots of tables: the side of the worker that saves or restores."""
+"""Snapshots of tables, and their way to other servers: the side of the worker that calls them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchweft import checkpoint
+from torchweft import checkpoint, rpc
+from torchweft.arguments import check_type
 from torchweft.checkpoint import Snapshot, restoring
-from torchweft.embedding import occupied, saved
-from torchweft.embedding.calls import call_servers
+from torchweft.embedding.client import Client
 from torchweft.embedding.dynamic import Occupancy
-from torchweft.embedding.errors import CapacityError, StepError
+from torchweft.embedding.errors import CapacityError, PlanError, StepError
+from torchweft.embedding.layout import Piece, from_plain, pieces_of
 from torchweft.embedding.optimizer import TablesOptimizer
-from torchweft.embedding.pieces import Piece, from_plain, pieces_of
-from torchweft.embedding.plan import Plan
-from torchweft.errors import BrokenChain, ConfigurationError, StateMismatch
-from torchweft.ids import WorkerInfo
+from torchweft.embedding.planner import Plan
+from torchweft.embedding.rules import Rule
+from torchweft.errors import BrokenChain, ConfigurationError, StateMismatch, WeftError
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
 
 
 class Collection(NamedTuple):
-    """A collection of tables, as it is saved.
+    """A collection of tables, as it is saved and moved.
 
     Attributes:
-        name: Its name.
+        client: Calls its servers.
         plan: The tables and where they are.
-        servers: The servers, by name.
-        staleness: The bound, or None for the asynchronous mode.
         optimizer: This worker's optimizer, if it has one.
         copies: The copies.
-        timeout_s: Limit of each call.
     """
 
-    name: str
+    client: Client
     plan: Plan
-    servers: Mapping[str, WorkerInfo]
-    staleness: int | None
     optimizer: TablesOptimizer | None
     copies: nn.Module
-    timeout_s: float
 
 
 class Link(NamedTuple):
@@ -66,7 +61,7 @@ def save(
     since: Snapshot | int | None,
 ) -> Snapshot:
     """Saves tables and further state; see ``Tables.save``."""
-    version, rule = _standing(tables, may_wait=tables.staleness == 0)
+    version, rule = _standing(tables.client, may_wait=tables.client.staleness == 0)
     base = None if since is None else _base(tables, directory, since, rule)
     pieces = [held.piece for held in pieces_of(tables.plan.layout)]
     mark = secrets.token_hex(8)
@@ -78,7 +73,20 @@ def save(
         "mark": mark,
         "since": None if base is None else [base.snapshot.name, base.snapshot.step, base.mark],
     }
-    entries = _leaving(tables, version, mark, base)
+    since_mark = None if base is None else base.mark
+    try:
+        entries = tables.client.call_all("leave", version, mark, since_mark)
+    except BrokenChain as error:
+        assert base is not None
+        path = base.snapshot.path
+        raise BrokenChain(
+            f"an increment of {path} cannot be saved: {error}. Save a whole snapshot, or the "
+            "changes since one that these tables have saved or restored",
+            directory=base.snapshot.directory,
+            step=base.snapshot.step,
+            worker=error.worker,
+            base=path,
+        ) from error
     parts = [entries[piece.server].pop(0) for piece in pieces]
     tree = _tree(tables, layout, parts, state)
     me = [get_worker_info().name]
@@ -110,24 +118,6 @@ def _base(
     return link
 
 
-def _leaving(tables: Collection, version: int, mark: str, base: Link | None) -> dict[str, Any]:
-    since = None if base is None else base.mark
-    given = dict.fromkeys(tables.servers.values(), (tables.name, version, mark, since))
-    try:
-        return _call(tables, saved.leaving, given)
-    except BrokenChain as error:
-        assert base is not None
-        path = base.snapshot.path
-        raise BrokenChain(
-            f"an increment of {path} cannot be saved: {error}. Save a whole snapshot, or the "
-            "changes since one that these tables have saved or restored",
-            directory=base.snapshot.directory,
-            step=base.snapshot.step,
-            worker=error.worker,
-            base=path,
-        ) from error
-
-
 def restore(
     tables: Collection,
     directory: str | os.PathLike[str],
@@ -135,67 +125,29 @@ def restore(
     step: int | None,
 ) -> Snapshot:
     """Restores tables and further state; see ``Tables.restore``."""
-    _, rule = _standing(tables, may_wait=False)
+    _, rule = _standing(tables.client, may_wait=False)
     chain = _chain(_link(restoring.find(directory, step)))
     for link in chain:
         _check(link, tables.plan, rule)
-    *before, last = chain
-    rows = []
-    for link in before:
-        parts = _received(tables, link.layout["pieces"])
-        _read(link.snapshot, {"rows": parts})
-        rows.append(list(zip(link.layout["pieces"], parts, strict=True)))
-    layout: dict[str, Any] = {}
-    parts = _received(tables, last.layout["pieces"])
-    rows.append(list(zip(last.layout["pieces"], parts, strict=True)))
+    rows, layout = [], dict[str, Any]()
+    for link in chain:
+        pieces = link.layout["pieces"]
+        parts = _received(tables.client, pieces)
+        rows.append(list(zip(pieces, parts, strict=True)))
+        if link is not chain[-1]:
+            _read(link.snapshot, {"rows": parts})
     # Nothing of the program has changed before all rows have been read.
     restoring.restore_snapshot(
-        last.snapshot,
+        link.snapshot,
         _tree(tables, layout, parts, state),
         strict=True,
         random_states=True,
         timeout=UNSET_RPC_TIMEOUT,
     )
-    given = (tables.name, rows, last.mark, tables.timeout_s)
-    _call(tables, saved.adopt, dict.fromkeys(tables.servers.values(), given))
+    tables.client.call_all("adopt", rows, link.mark, tables.client.timeout_s)
     if tables.optimizer is not None and layout["lr"] is not None:
         tables.optimizer.param_groups[0]["lr"] = layout["lr"]
-    return last.snapshot
-
-
-def move(old: Collection, new: Collection) -> None:
-    """Moves all rows, with the state beside them, to the servers of another plan; bit by bit.
-
-    Each server of the new plan takes the rows that it holds from the servers of the old one.
-
-    Raises:
-        CapacityError: A server of the new plan has too few rows for the ids that belong there.
-    """
-    entries = _call(old, saved.offering, dict.fromkeys(old.servers.values(), (old.name,)))
-    pieces = [held.piece for held in pieces_of(old.plan.layout)]
-    rows = [(piece.plain(), entries[piece.server].pop(0)) for piece in pieces]
-    given = (new.name, [rows], secrets.token_hex(8), new.timeout_s)
-    _call(new, saved.adopt, dict.fromkeys(new.servers.values(), given))
-    # A server leaves out ids for which it has no rows.
-    before, after = _occupancy(old), _occupancy(new)
-    for table, found in before.items():
-        left = after[table]
-        if (left.rows, left.waiting) != (found.rows, found.waiting):
-            servers = ", ".join(new.servers)
-            raise CapacityError(
-                f"the ids of table {table!r} do not fit on {servers}, each of which has a part of "
-                f"its {found.capacity} rows: {found.rows} have rows and {found.waiting} wait, "
-                f"and only {left.rows} and {left.waiting} would be left",
-                table=table,
-                server=servers,
-                count=found.rows,
-                limit=left.rows,
-            )
-
-
-def _occupancy(tables: Collection) -> dict[str, Occupancy]:
-    given = dict.fromkeys(tables.servers.values(), (tables.name,))
-    return occupied.joined_occupancy(_call(tables, occupied.occupancy, given).values())
+    return link.snapshot
 
 
 def _read(snapshot: Snapshot, state: dict[str, Any]) -> None:
@@ -247,37 +199,32 @@ def _tree(
     return {**tree, "program": {} if state is None else state}
 
 
-def _received(tables: Collection, pieces: list[list[Any]]) -> list[Any]:
+def _received(client: Client, pieces: list[list[Any]]) -> list[Any]:
     """Returns entries to receive saved pieces: on the servers that wrote them, where possible."""
-    names = sorted(tables.servers)
+    names = sorted(client.servers)
     places = [
-        server if server in tables.servers else names[number % len(names)]
+        server if server in client.servers else names[number % len(names)]
         for number, (_, server, *_) in enumerate(pieces)
     ]
-    given = {info: (tables.name, places.count(name)) for name, info in tables.servers.items()}
-    entries = _call(tables, saved.receiving, given)
+    entries = client.call("receive", {name: (places.count(name),) for name in names})
     return [entries[place].pop(0) for place in places]
 
 
-def _standing(tables: Collection, *, may_wait: bool) -> tuple[int, str]:
+def _standing(client: Client, *, may_wait: bool) -> tuple[int, str]:
     """Returns the version of all servers, and their optimizer.
 
     Raises:
         StepError: The servers are in the middle of a step.
     """
-    answers = _call(tables, saved.standing, dict.fromkeys(tables.servers.values(), (tables.name,)))
+    answers = client.call_all("standing")
     versions = {server: version for server, (version, _, _) in answers.items()}
     is_between = may_wait or all(each for _, each, _ in answers.values())
     if len(set(versions.values())) > 1 or not is_between:
         raise StepError(
-            f"the servers of {tables.name!r} are in the middle of a step, at versions {versions}; "
+            f"the servers of {client.name!r} are in the middle of a step, at versions {versions}; "
             "have all trainers wait between the same two steps"
         )
     return next(((version, rule) for version, _, rule in answers.values()), (0, ""))
-
-
-def _call(tables: Collection, function: Any, given: Mapping[WorkerInfo, Any]) -> dict[str, Any]:
-    return call_servers(function, given, tables.timeout_s) if given else {}
 
 
 def _described(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -347,3 +294,145 @@ def _servers(pieces: Iterable[Piece]) -> dict[str, str]:
     for piece in pieces:
         found.setdefault(piece.table, {})[piece.server] = None
     return {table: ", ".join(servers) for table, servers in found.items()}
+
+
+# Other places. All trainers make each part.
+
+
+def check_move(client: Client, tables: Collection, plan: Plan, *, has_gradients: bool) -> None:
+    """Checks that tables can go to the places of another plan. Blocks.
+
+    Args:
+        client: The client of the collection as it is.
+        tables: The collection as it is.
+        plan: The places.
+        has_gradients: Whether this trainer has gradients that were not pushed.
+
+    Raises:
+        ConfigurationError: A trainer cannot do its part.
+        PlanError: The tables cannot be moved there.
+    """
+    if client.trainer < 0:
+        raise ConfigurationError(f"this worker is not among the trainers {client.trainers}")
+    if has_gradients:
+        raise ConfigurationError(
+            f"tables {client.name!r} have gradients that were not pushed; make the step first, or "
+            "drop them by zero_grad()"
+        )
+    if plan.configs != tables.plan.configs or plan.copied != tables.plan.copied:
+        raise PlanError("the plan has other tables or other copies than these tables")
+    if tables.optimizer is not None:
+        check_rule(tables.optimizer.rule, plan)
+    _agreed(client, None)
+
+
+def moved(client: Client, tables: Collection, plan: Plan, make: Callable[[], Client]) -> Client:
+    """Makes a collection at its new places, with the rows and their state, bit by bit. Blocks.
+
+    Each server of the new plan takes the rows that it holds from the servers of the old one.
+
+    Args:
+        client: The client of the collection as it is.
+        tables: The collection as it is.
+        plan: The places.
+        make: Returns the client of the collection at these places, which it makes there.
+
+    Returns:
+        The new client. If it fails, the collection is as it was.
+
+    Raises:
+        CapacityError: A server of the new plan has too few rows for the ids that belong there.
+    """
+    opened: list[Client] = []
+
+    def open_new() -> None:
+        opened.append(make())
+        if tables.optimizer is not None:
+            opened[0].call_all("set_rule", tables.optimizer.rule)
+
+    def move() -> None:
+        _standing(client, may_wait=False)
+        entries = client.call_all("offer")
+        pieces = [held.piece for held in pieces_of(tables.plan.layout)]
+        rows = [(piece.plain(), entries[piece.server].pop(0)) for piece in pieces]
+        opened[0].call_all("adopt", [rows], secrets.token_hex(8), client.timeout_s)
+        _check_moved(client, opened[0])
+
+    try:
+        _agreed(client, open_new)
+        _agreed(client, move if client.trainer == 0 else None)
+    except BaseException:
+        for each in opened:
+            with contextlib.suppress(WeftError):
+                each.close()
+        raise
+    return opened[0]
+
+
+def _check_moved(old: Client, new: Client) -> None:
+    """Checks that all dynamic ids have moved: a server leaves out those that it has no rows for."""
+    before, after = occupancy(old), occupancy(new)
+    for table, found in before.items():
+        left = after[table]
+        if (left.rows, left.waiting) != (found.rows, found.waiting):
+            servers = ", ".join(new.servers)
+            raise CapacityError(
+                f"the ids of table {table!r} do not fit on {servers}, each of which has a part of "
+                f"its {found.capacity} rows: {found.rows} have rows and {found.waiting} wait, "
+                f"and only {left.rows} and {left.waiting} would be left",
+                table=table,
+                server=servers,
+                count=found.rows,
+                limit=left.rows,
+            )
+
+
+def occupancy(client: Client) -> dict[str, Occupancy]:
+    """Returns the sums over servers, by dynamic table. Blocks."""
+    found: dict[str, list[Occupancy]] = {}
+    for by_table in client.call_all("occupancy").values():
+        for name, own in by_table.items():
+            found.setdefault(name, []).append(own)
+    return {
+        name: Occupancy(*(sum(each) for each in zip(*parts, strict=True)))
+        for name, parts in found.items()
+    }
+
+
+def _agreed(client: Client, action: Callable[[], None] | None) -> None:
+    """Does this trainer's part of something; raises if any trainer could not. Blocks."""
+    failure: Exception | None = None
+    try:
+        if action is not None:
+            action()
+    except Exception as error:
+        failure = error
+    told = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = {get_worker_info().name: told}
+    if len(client.trainers) > 1:
+        outcomes = rpc.all_gather(told, client.trainers, timeout=client.timeout_s)
+    if failure is not None:
+        raise failure
+    for trainer, problem in outcomes.items():
+        if problem:
+            raise ConfigurationError(
+                f"trainer {trainer!r} could not re-shard {client.name!r}: {problem}"
+            )
+
+
+def check_rule(rule: Rule, plan: Plan) -> None:
+    """Checks that the tables of a plan can have an optimizer.
+
+    Raises:
+        PlanError: A table is cut by column, and the optimizer needs whole rows.
+        ArgumentTypeError: The rule is none.
+    """
+    check_type(rule, Rule, "rule", "a rule of torchweft.embedding, such as Adagrad(lr=0.1)")
+    for stack in plan.layout.stacks:
+        for member in stack.members:
+            if rule.needs_whole_rows and len(member.columns) < member.config.dim:
+                raise PlanError(
+                    f"table {member.config.name!r} is cut by column, and "
+                    f"{type(rule).__name__} needs whole rows; cut it by row, or use Adagrad",
+                    table=member.config.name,
+                )
