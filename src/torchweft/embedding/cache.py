@@ -12,22 +12,28 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchweft.embedding.lookup import Answer, Fetch, Looked, Moved, PulledRows, Request, Router
+from torchweft.embedding.lookup import Answer, Fetch, Looked, PulledRows, Request, Router, Traffic
 from torchweft.embedding.rows import put, take
 from torchweft.errors import ConfigurationError
 
 Policy = Literal["frequency", "recent"]
 _POLICIES: Final = ("frequency", "recent")
 _NEVER: Final = -(1 << 62)
-_SOUGHT: Final = 64
-"""A full cache seeks one row of so many at once, to drop them when there is no room."""
+_DROPPED: Final = 64
+"""A full cache drops one row of so many at once: seeking them costs too much for each lookup."""
+_SLOT: Final = np.dtype(
+    [(name, np.int64) for name in ("key", "born", "coming", "version", "used", "holders")]
+)
+"""The key of a slot, or -1 where it is free; the age of the values that are here; that of those
+which are here or on their way; the version of their server; the last lookup that used them; and how
+many lookups hold them."""
 
 Ints = NDArray[np.int64]
 
@@ -84,18 +90,11 @@ class RowCache:
         self._values = torch.empty(0, dim, dtype=dtype, device="cpu")
         self._lookups = 0
         self._held = 0
-        self._key_of = np.empty(0, np.int64)  # -1 where a slot is free
-        self._born = np.empty(0, np.int64)  # of the values that are here
-        self._coming = np.empty(0, np.int64)  # of the values that are here or on their way
-        self._version = np.empty(0, np.int64)
-        self._used = np.empty(0, np.int64)
-        self._holders = np.empty(0, np.int32)
+        self._slots = np.empty(0, _SLOT)
         self._free = np.empty(0, np.int64)
-        self._victims = np.empty(0, np.int64)  # slots that the policy drops next, first ones first
-        self._sought = 0  # the number of lookups when they were sought
 
     def __len__(self) -> int:
-        return len(self._key_of) - len(self._free)
+        return len(self._slots) - len(self._free)
 
     def reserve(self, keys: Tensor, oldest: int, now: int, *, may_wait: bool) -> Tensor:
         """Holds rows for a lookup, and returns which of them it has to pull.
@@ -106,16 +105,15 @@ class RowCache:
             now: The age that a row is expected to have if it is pulled now.
             may_wait: Whether rows will do that an earlier lookup has yet to receive.
         """
-        found = keys.numpy()
-        slots = self._slots(found)
-        self._held += int(np.count_nonzero(self._holders[slots] == 0))
-        self._holders[slots] += 1
-        ages = self._coming if may_wait else self._born
-        is_wanted = ages[slots] < oldest
-        self._coming[slots[is_wanted]] = now
+        slots = self._slots_for(keys.numpy())
+        holders = self._slots["holders"]
+        self._held += int(np.count_nonzero(holders[slots] == 0))
+        holders[slots] += 1
+        is_wanted = self._slots["coming" if may_wait else "born"][slots] < oldest
+        self._slots["coming"][slots[is_wanted]] = now
         return torch.from_numpy(is_wanted)
 
-    def _slots(self, keys: Ints) -> Ints:
+    def _slots_for(self, keys: Ints) -> Ints:
         """Returns the slots of keys; those that have none get one."""
         slots = self._slot_of[keys].astype(np.int64)
         new = np.flatnonzero(slots < 0)
@@ -125,26 +123,15 @@ class RowCache:
             taken, self._free = self._free[: len(new)], self._free[len(new) :]
             slots[new] = taken
             self._slot_of[keys[new]] = taken
-            self._key_of[taken] = keys[new]
-            for ages in (self._born, self._coming, self._version):
-                ages[taken] = _NEVER
-            self._used[taken] = self._lookups
-            self._holders[taken] = 0
+            self._slots[taken] = (0, _NEVER, _NEVER, _NEVER, self._lookups, 0)
+            self._slots["key"][taken] = keys[new]
         return slots
 
     def _grow(self, count: int) -> None:
-        old = len(self._key_of)
+        old = len(self._slots)
         more = max(count, old // 2)
-
-        def longer(array: NDArray[Any], value: int) -> NDArray[Any]:
-            return np.concatenate([array, np.full(more, value, array.dtype)])
-
-        self._key_of = longer(self._key_of, -1)
-        self._born = longer(self._born, _NEVER)
-        self._coming = longer(self._coming, _NEVER)
-        self._version = longer(self._version, _NEVER)
-        self._used = longer(self._used, 0)
-        self._holders = longer(self._holders, 0)
+        free = np.full(more, -1, np.int64).astype(_SLOT)
+        self._slots = np.concatenate([self._slots, free])
         self._free = np.concatenate([self._free, np.arange(old, old + more)])
         self._values = torch.cat(
             [self._values, self._values.new_empty(more, self._values.shape[1])]
@@ -159,35 +146,40 @@ class RowCache:
             born: Their ages.
             versions: The versions of their servers.
         """
-        slots = self._slot_of[keys.numpy()].astype(np.int64)
+        slots = self._slots_of(keys)
         ages = born.numpy()
-        is_younger = ages >= self._born[slots]
+        is_younger = ages >= self._slots["born"][slots]
         if not is_younger.all():
             slots, ages = slots[is_younger], ages[is_younger]
             mask = torch.from_numpy(is_younger)
             values, versions = values[mask], versions[mask]
         put(self._values, torch.from_numpy(slots), values.contiguous())
-        self._born[slots] = ages
-        self._coming[slots] = np.maximum(self._coming[slots], ages)
-        self._version[slots] = versions.numpy()
+        self._slots["born"][slots] = ages
+        self._slots["coming"][slots] = np.maximum(self._slots["coming"][slots], ages)
+        self._slots["version"][slots] = versions.numpy()
+
+    def _slots_of(self, keys: Tensor) -> Ints:
+        """Returns the slots of reserved keys."""
+        slots: Ints = self._slot_of[keys.numpy()].astype(np.int64)
+        return slots
 
     def too_old(self, keys: Tensor, oldest: int) -> Tensor:
         """Returns which of some reserved rows are older than a lookup may use."""
-        return torch.from_numpy(self._born[self._slot_of[keys.numpy()]] < oldest)
+        return torch.from_numpy(self._slots["born"][self._slots_of(keys)] < oldest)
 
     def take(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Returns copies of reserved rows that are here, and their versions."""
-        slots = self._slot_of[keys.numpy()].astype(np.int64)
-        return take(self._values, torch.from_numpy(slots)), torch.from_numpy(self._version[slots])
+        slots = self._slots_of(keys)
+        versions = torch.from_numpy(self._slots["version"][slots])
+        return take(self._values, torch.from_numpy(slots)), versions
 
     def release(self, keys: Tensor) -> None:
         """Ends the hold of a lookup that has used its rows."""
-        found = keys.numpy()
-        slots = self._slot_of[found].astype(np.int64)
+        slots = self._slots_of(keys)
         self._lookups += 1
-        self._used[slots] = self._lookups
+        self._slots["used"][slots] = self._lookups
         if self._policy == "frequency":
-            self._counts[found] += 1
+            self._counts[keys.numpy()] += 1
         self._let_go(slots)
 
     def abandon(self, keys: Tensor, pulled: Tensor) -> None:
@@ -197,55 +189,42 @@ class RowCache:
             keys: The keys that it reserved.
             pulled: Which of them it was to pull; they do not arrive.
         """
-        slots = self._slot_of[keys.numpy()].astype(np.int64)
+        slots = self._slots_of(keys)
         lost = slots[pulled.numpy()]
-        self._coming[lost] = self._born[lost]
+        self._slots["coming"][lost] = self._slots["born"][lost]
         self._let_go(slots)
 
     def _let_go(self, slots: Ints) -> None:
-        self._holders[slots] -= 1
-        idle = slots[self._holders[slots] == 0]
+        self._slots["holders"][slots] -= 1
+        idle = slots[self._slots["holders"][slots] == 0]
         self._held -= len(idle)
-        self._drop(idle[self._born[idle] == _NEVER])
+        self._drop(idle[self._slots["born"][idle] == _NEVER])
         surplus = len(self) - self._held - self._size
         if surplus > 0:
-            self._drop(self._surplus(surplus))
+            self._drop(self._first_to_go(surplus + self._size // _DROPPED))
 
-    def _surplus(self, count: int) -> Ints:
-        """Returns the slots of some rows that the policy drops, a positive number of them.
-
-        Seeking them in all rows costs too much for each lookup. So more are sought than are dropped
-        now; the others stay until there is no room, and if they are needed before, they are spared.
-        """
-        victims = self._victims
-        is_idle = (self._key_of[victims] >= 0) & (self._holders[victims] == 0)
-        victims = victims[is_idle & (self._used[victims] <= self._sought)]
-        if len(victims) < count:
-            victims = self._seek(max(count, self._size // _SOUGHT))
-        self._victims = victims[count:]
-        return victims[:count]
-
-    def _seek(self, count: int) -> Ints:
-        """Returns the slots of rows that the policy drops first, in that order."""
-        slots = np.flatnonzero((self._key_of >= 0) & (self._holders == 0))
-        score = self._used[slots]
+    def _first_to_go(self, count: int) -> Ints:
+        """Returns the slots of rows that the policy drops first."""
+        slots = self._idle()
+        score = self._slots["used"][slots]
         if self._policy == "frequency":
-            score = (self._counts[self._key_of[slots]].astype(np.int64) << 32) + score
-        self._sought = self._lookups
-        first = np.argpartition(score, min(count, len(slots)) - 1)[:count]
-        return slots[first[np.argsort(score[first], kind="stable")]]
+            score = (self._counts[self._slots["key"][slots]].astype(np.int64) << 32) + score
+        return slots[np.argpartition(score, min(count, len(slots)) - 1)[:count]]
+
+    def _idle(self) -> Ints:
+        return np.flatnonzero((self._slots["key"] >= 0) & (self._slots["holders"] == 0))
 
     def _drop(self, slots: Ints) -> None:
-        self._slot_of[self._key_of[slots]] = -1
-        self._key_of[slots] = -1
+        self._slot_of[self._slots["key"][slots]] = -1
+        self._slots["key"][slots] = -1
         self._free = np.concatenate([self._free, slots])
 
     def clear(self) -> None:
         """Makes all values too old for any lookup; rows that are on their way are still awaited."""
-        is_here = self._coming == self._born
-        self._coming[is_here] = _NEVER
-        self._born[:] = _NEVER
-        self._drop(np.flatnonzero((self._key_of >= 0) & (self._holders == 0)))
+        is_here = self._slots["coming"] == self._slots["born"]
+        self._slots["coming"][is_here] = _NEVER
+        self._slots["born"] = _NEVER
+        self._drop(self._idle())
 
 
 def cache_of(cache: Cache, router: Router) -> RowCache:
@@ -355,14 +334,14 @@ class CachedRows(PulledRows):
             self._cache.abandon(self.rows.keys, self._wanted)
 
     @functools.cached_property
-    def moved(self) -> list[Moved]:
-        """What the lookup of each table moves: rows are pulled that the cache lacks."""
+    def moved(self) -> dict[str, Traffic]:
+        """What the lookup moves by table: rows are pulled that the cache lacks."""
         _, pulled = self._router.counted(self.rows.keys[self._pulled])
         again = self._pulls - int(self._pulled.sum())  # rows that were pulled twice
         size = self._router.dtype.itemsize + self._router.pulled_bytes
-        found = []
-        for moved, (number, _, _) in zip(super().moved, self.looked, strict=True):
-            hits, own = moved.rows - pulled[number], (pulled[number] + again) * size
-            found.append(moved._replace(pulled_bytes=own, hits=hits))
+        found = super().moved
+        for moved, (number, _, _) in zip(found.values(), self.looked, strict=True):
+            moved.pulled_bytes = (pulled[number] + again) * size
+            moved.hits = moved.rows - pulled[number]
             again = 0
         return found

@@ -214,8 +214,8 @@ class Shard(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowWise:
-    """Cuts a table by row over servers; balances load and memory.
+class _Cut:
+    """Cuts a table over servers.
 
     Args:
         servers: Names of the servers.
@@ -225,6 +225,15 @@ class RowWise:
 
     def __init__(self, *servers: str) -> None:
         object.__setattr__(self, "servers", servers)
+
+
+@dataclass(frozen=True, init=False)
+class RowWise(_Cut):
+    """Cuts a table by row over servers; balances load and memory.
+
+    Args:
+        servers: Names of the servers.
+    """
 
     def shards(self, config: TableConfig) -> tuple[Shard, ...]:
         """Returns the shards of a table.
@@ -241,18 +250,13 @@ class RowWise:
         )
 
 
-@dataclass(frozen=True)
-class ColumnWise:
+@dataclass(frozen=True, init=False)
+class ColumnWise(_Cut):
     """Cuts a table by column over servers; each server is sent all ids.
 
     Args:
         servers: Names of the servers.
     """
-
-    servers: tuple[str, ...]
-
-    def __init__(self, *servers: str) -> None:
-        object.__setattr__(self, "servers", servers)
 
     def shards(self, config: TableConfig) -> tuple[Shard, ...]:
         """Returns the shards of a table; the first ones have a column more if necessary.

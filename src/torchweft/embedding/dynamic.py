@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchweft.embedding import initial
 from torchweft.embedding.configs import Evict
-from torchweft.embedding.errors import CapacityError, InputError
+from torchweft.embedding.errors import CapacityError
 from torchweft.embedding.initial import mixed, shifted
 from torchweft.embedding.layout import Layout, Stack
 from torchweft.embedding.rows import Part, put, take
@@ -106,8 +106,6 @@ class IdMap:
 
 _SHARE: Final = 64
 """A full roster evicts at least this part of its capacity at once."""
-_SWEPT: Final = 1024
-"""A step looks at so many places, or at this part of them if that is more, for expired ids."""
 
 
 class Roster:
@@ -127,7 +125,6 @@ class Roster:
         self.capacity = capacity
         self._ttl = ttl
         self._min_frequency = min_frequency
-        self._swept = 0
         self.ids = np.zeros(capacity, np.int64)
         """The id of each place."""
         self.counts = np.zeros(capacity, np.int64)
@@ -184,17 +181,10 @@ class Roster:
         return found
 
     def sweep(self, steps: int, ids: Ints) -> None:
-        """Takes the places from expired ids: from given ones, and from some others.
-
-        The work is bounded. ``steps`` is how many steps there have been.
-        """
-        if not self._expires:
-            return
-        end = self._swept + max(_SWEPT, -(-self.capacity // _SWEPT))
-        places = np.arange(self._swept, min(end, self._end))
-        self._swept = 0 if end >= self._end else end
-        given = self.find(ids)
-        self._expire(np.union1d(places[self._is_held[places]], given[given >= 0]), steps)
+        """Takes the places from those of some ids that have expired after so many steps."""
+        if self._expires:
+            places = self.find(ids)
+            self._expire(places[places >= 0], steps)
 
     def _expire(self, places: Ints, steps: int) -> None:
         gone = places[self._is_expired(places, steps)]
@@ -357,10 +347,8 @@ class DynamicShard(Shard):
         Raises:
             InputError: Always.
         """
-        raise InputError(
-            f"server {self.name!r} was asked for sums of {self._tables()}, whose ids are dynamic; "
-            "ask for rows",
-            **self._named,
+        raise self._refused(
+            f"was asked for sums of {self._tables()}, whose ids are dynamic; ask for rows",
         )
 
     @property
@@ -380,10 +368,9 @@ class DynamicShard(Shard):
             InputError: The gradients do not fit the ids or the stack.
         """
         if any(len(part) > _VALUE_PARTS for part in gradients.parts):
-            raise InputError(
-                f"server {self.name!r} was sent gradients of bags of {self._tables()}, whose ids "
+            raise self._refused(
+                f"was sent gradients of bags of {self._tables()}, whose ids "
                 "are dynamic; send those of rows",
-                **self._named,
             )
         super().check(gradients)
         count = sum(len(part[0]) for part in gradients.parts)
@@ -392,10 +379,9 @@ class DynamicShard(Shard):
 
     def _check(self, rows: Tensor) -> None:
         if rows.dtype != torch.int64 or rows.dim() != 1:
-            raise InputError(
-                f"server {self.name!r} was sent ids of {self._tables()} of {rows.dtype} with "
+            raise self._refused(
+                f"was sent ids of {self._tables()} of {rows.dtype} with "
                 f"{rows.dim()} dimensions; send torch.int64 with one",
-                **self._named,
             )
 
     def _admitted(self, parts: Sequence[Part]) -> Sequence[Part]:

@@ -76,15 +76,14 @@ class Flat(NamedTuple):
             return torch.full((self.bags,), self.length, device="cpu")
         return torch.diff(self.offsets, append=self.offsets.new_tensor([self.n_ids]))
 
-    def numbers(self) -> Tensor:
-        """Returns the number of its bag for each id."""
-        numbers = torch.arange(self.n_ids, device="cpu")
-        if self.length == 1:
-            return numbers
+    def numbers(self, order: Tensor | None = None) -> Tensor:
+        """Returns the number of its bag for each id, the ids in some order."""
         if self.length:
-            return numbers.div_(self.length, rounding_mode="floor")
+            ids = torch.arange(self.n_ids, device="cpu") if order is None else order
+            return ids if self.length == 1 else ids.div(self.length, rounding_mode="floor")
         bags = torch.arange(self.bags, device="cpu")
-        return bags.repeat_interleave(self.lengths(), output_size=self.n_ids)
+        numbers = bags.repeat_interleave(self.lengths(), output_size=self.n_ids)
+        return numbers if order is None else numbers.index_select(0, order)
 
 
 class Checker:

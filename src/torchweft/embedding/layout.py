@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from torchweft.embedding.configs import Shard, TableConfig
 from torchweft.engine.codec.registry import rebuilds_plain
 
 
+@rebuilds_plain
 class Member(NamedTuple):
     """Some columns of a table in a stack.
 
@@ -34,20 +35,12 @@ class Member(NamedTuple):
     server: int
     base: int
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _member, (self.config, self.columns.start, self.columns.stop, self.server, self.base)
-
     def rows_on(self, server: int, stripes: int) -> range:
         """Returns the rows of the table that a server of the stack holds."""
         first = server if stripes > 1 else 0
         if stripes == 1 and server != self.server:
             return range(0)
         return range(first, self.config.rows, stripes)
-
-
-@rebuilds_plain
-def _member(config: TableConfig, start: int, stop: int, server: int, base: int) -> Member:
-    return Member(config, range(start, stop), server, base)
 
 
 @rebuilds_plain
@@ -110,14 +103,13 @@ class Layout(NamedTuple):
 
 
 class _Kind(NamedTuple):
+    """What the tables of a stack have in common; servers, and a name, of some kinds only."""
+
     dim: int
     dtype: torch.dtype
     takes_max: bool
-
-
-class _Striped(NamedTuple):
     servers: tuple[str, ...]
-    kind: _Kind
+    dynamic: str
 
 
 def lay_out(configs: Sequence[TableConfig], shards: Mapping[str, Sequence[Shard]]) -> Layout:
@@ -127,42 +119,38 @@ def lay_out(configs: Sequence[TableConfig], shards: Mapping[str, Sequence[Shard]
         configs: The tables.
         shards: The shards of each table that is on servers; they cover it.
     """
-    striped: defaultdict[_Striped, list[tuple[TableConfig, range]]] = defaultdict(list)
-    single: defaultdict[_Kind, list[tuple[TableConfig, Shard]]] = defaultdict(list)
-    dynamic: list[Stack] = []
+    kinds: defaultdict[_Kind, list[tuple[TableConfig, Shard]]] = defaultdict(list)
     for config in configs:
         by_columns: defaultdict[range, list[Shard]] = defaultdict(list)
         for shard in shards.get(config.name, ()):
             by_columns[shard.columns].append(shard)
         for columns, parts in by_columns.items():
-            kind = _Kind(len(columns), config.dtype, config.pooling == "max")
-            ordered = sorted(parts, key=lambda each: each.rows.start)
-            servers = tuple(each.server for each in ordered)
+            parts.sort(key=lambda each: each.rows.start)
+            is_cut, name = len(parts) > 1 or config.dynamic is not None, ""
             if config.dynamic is not None:
-                own = [(config, columns)]
-                dynamic.append(_striped(servers, kind, own))
-            elif len(parts) == 1:
-                single[kind].append((config, parts[0]))
-            else:
-                striped[_Striped(servers, kind)].append((config, columns))
-    stacks = [_striped(key.servers, key.kind, tables) for key, tables in striped.items()]
-    stacks += [_single(kind, tables) for kind, tables in single.items()]
-    stacks += dynamic
+                name = config.name
+            servers = tuple(each.server for each in parts) if is_cut else ()
+            kind = _Kind(len(columns), config.dtype, config.pooling == "max", servers, name)
+            kinds[kind].append((config, parts[0]))
+    stacks = [
+        (_striped if kind.servers else _single)(kind, tables) for kind, tables in kinds.items()
+    ]
     names = sorted({name for stack in stacks for name in stack.servers})
     return Layout(tuple(names), tuple(stacks))
 
 
-def _striped(
-    servers: tuple[str, ...], kind: _Kind, tables: Sequence[tuple[TableConfig, range]]
-) -> Stack:
+def _striped(kind: _Kind, tables: Sequence[tuple[TableConfig, Shard]]) -> Stack:
+    """Returns a stack of tables that are cut by row over the same servers."""
     members, base = [], 0
-    for config, columns in tables:
-        members.append(Member(config, columns, 0, base))
-        base += -(-config.rows // len(servers))
-    return Stack(servers, *kind, len(servers), base, tuple(members))
+    for config, shard in tables:
+        members.append(Member(config, shard.columns, 0, base))
+        base += -(-config.rows // len(kind.servers))
+    stripes = len(kind.servers)
+    return Stack(kind.servers, *kind[:3], stripes, base, tuple(members))
 
 
 def _single(kind: _Kind, tables: Sequence[tuple[TableConfig, Shard]]) -> Stack:
+    """Returns a stack of tables that are each on one server."""
     servers = sorted({shard.server for _, shard in tables})
     ends = [0] * len(servers)
     members = []
@@ -170,7 +158,7 @@ def _single(kind: _Kind, tables: Sequence[tuple[TableConfig, Shard]]) -> Stack:
         server = servers.index(shard.server)
         members.append(Member(config, shard.columns, server, ends[server]))
         ends[server] += config.rows
-    return Stack(tuple(servers), *kind, 1, max(ends), tuple(members))
+    return Stack(tuple(servers), *kind[:3], 1, max(ends), tuple(members))
 
 
 Plain = Sequence[str | int]

@@ -1,8 +1,7 @@
 """What one lookup pulls of one stack: keys, then rows or sums of bags, whichever are fewer bytes.
 
 A key numbers the rows of a stack; see ``layout``. Where servers pool, the order of the keys is
-needed for the push alone: it is computed while they answer the pull, or never. Before that,
-different keys are counted by marks, one for each row of the stack, if these are few beside the ids.
+needed for the push alone: it is computed while they answer the pull, or never.
 
 The values are a leaf of the trainer's graph. The gradient of the leaf, in slices, is the push.
 """
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -37,8 +35,6 @@ from torchweft.embedding.rows import (
 )
 
 _LARGEST: Final = torch.iinfo(torch.int32).max
-_MARKS_PER_KEY: Final = 32
-"""Up to so many rows for each id, different ids are counted by marks: faster than by a sort."""
 _FIRST_LOOK: Final = 3
 """How many ids are looked at first, for each that must differ."""
 
@@ -82,16 +78,9 @@ class Traffic:
     hits: int = 0
     staleness: dict[int, int] = field(default_factory=dict, compare=False)
 
-
-class Moved(NamedTuple):
-    """What one lookup of a table moves; the fields are those of ``Traffic``."""
-
-    table: str
-    ids: int
-    rows: int
-    pulled_bytes: int
-    pushed_bytes: int
-    hits: int = 0
+    def note_staleness(self, staleness: int) -> None:
+        """Counts a staleness."""
+        self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
 
 
 class Answer(NamedTuple):
@@ -135,7 +124,6 @@ class Router:
         # Sorting takes half the time in the smaller type.
         dtype = torch.int32 if self._bounds[-1] <= _LARGEST else torch.int64
         self._edges = torch.tensor(self._bounds, dtype=dtype, device="cpu")
-        self._marks: Any = None
 
     def keys(self, member: Member, ids: Tensor) -> Tensor:
         """Returns the key of each id of a table."""
@@ -148,37 +136,23 @@ class Router:
 
     def route(self, looked: Sequence[Looked]) -> Routed:
         """Returns the rows that ids of some tables stand for."""
-        ends = np.cumsum([0, *(each.flat.n_ids for each in looked)]).tolist()
-        found = torch.empty(ends[-1], dtype=self._edges.dtype, device="cpu")
-        into, stack = found.numpy(), self.stack
-        for (_, member, flat), begin, end in zip(looked, ends, ends[1:], strict=False):
+        found = torch.empty(
+            sum(each.flat.n_ids for each in looked), dtype=self._edges.dtype, device="cpu"
+        )
+        into, stack, begin = found.numpy(), self.stack, 0
+        for _, member, flat in looked:
+            own = into[begin : begin + flat.n_ids]
+            begin += flat.n_ids
             if stack.stripes > 1:
-                into[begin:end] = self.keys(member, flat.ids).numpy()
+                own[:] = self.keys(member, flat.ids).numpy()
             else:  # The ids are in range: they fit in the smaller type of the keys.
-                into[begin:end] = flat.ids.numpy()
-                into[begin:end] += member.server * stack.stride + member.base
+                own[:] = flat.ids.numpy()
+                own += member.server * stack.stride + member.base
         return Routed(self, found, looked)
 
     def sorted(self, found: Tensor) -> Sorted:
         """Returns keys in their order."""
         return sort(found)
-
-    def marks(self, found: Tensor) -> Any:
-        """Returns an array of False by key, valid until the next one; None for few of many keys."""
-        if self._bounds[-1] > _MARKS_PER_KEY * found.shape[0]:
-            return None
-        if self._marks is None:
-            self._marks = np.zeros(self._bounds[-1], np.bool_)
-        else:
-            self._marks.fill(False)
-        return self._marks
-
-    def counted_marks(self, marks: Any) -> list[int]:
-        """Returns how many keys of each member are marked."""
-        counts = [0] * len(self.stack.members)
-        for (_, member, begin), end in zip(self._held, self._bounds[1:], strict=True):
-            counts[member] += int(np.count_nonzero(marks[begin:end]))
-        return counts
 
     def counted(self, keys: Tensor) -> tuple[list[int], list[int]]:
         """Returns where in rising keys each server's begin; and how many each member has."""
@@ -212,9 +186,6 @@ class DynamicRouter(Router):
     def route(self, looked: Sequence[Looked]) -> Routed:
         """Returns the rows that ids of the table stand for."""
         return Routed(self, looked[0].flat.ids, looked)
-
-    def marks(self, found: Tensor) -> None:
-        """Returns None: there are as many keys as numbers of 64 bits."""
 
     def sorted(self, found: Tensor) -> Sorted:
         """Returns keys in the order of servers and ids."""
@@ -271,46 +242,23 @@ class Routed:
         """Where in the keys each server's begin, and their number at the end."""
         return self._counted[0]
 
-    @functools.cached_property
+    @property
     def counts(self) -> list[int]:
         """How many rows of each member there are, by its number."""
-        marks = None if "keys" in vars(self) or "order" in vars(self) else self._marks()
-        if marks is None:
-            return self._counted[1]
-        marks[self.found.long().numpy()] = True
-        return self._router.counted_marks(marks)
-
-    def _marks(self) -> Any:
-        return self._router.marks(self.found)
+        return self._counted[1]
 
     def beyond(self, limits: Mapping[int, int]) -> set[int]:
         """Returns the members that have more rows than a limit, by their numbers.
 
-        Only as many ids are looked at as it takes, which often is a part of them.
+        First some ids are looked at, which often are enough; then all of them.
         """
-        marks = self._marks()
-        if marks is None:
-            return {member for member, limit in limits.items() if self.counts[member] > limit}
-        found: set[int] = set()
-        left, begin = {}, 0
+        found, begin = set(), 0
         for number, _, flat in self._looked:
+            own, begin = self.found[begin : begin + flat.n_ids], begin + flat.n_ids
             if number in limits:
-                left[number] = begin, begin, begin + flat.n_ids
-            begin += flat.n_ids
-        looks = _FIRST_LOOK
-        while left:
-            for number, (first, begin, last) in left.items():
-                end = min(first + looks * (limits[number] + 1), last)
-                marks[self.found[begin:end].long().numpy()] = True
-                left[number] = first, end, last
-            counts = self._router.counted_marks(marks)
-            found.update(number for number in left if counts[number] > limits[number])
-            left = {
-                number: (first, end, last)
-                for number, (first, end, last) in left.items()
-                if number not in found and end < last
-            }
-            looks *= 2
+                first = own[: _FIRST_LOOK * (limits[number] + 1)]
+                if any(len(distinct(each)) > limits[number] for each in (first, own)):
+                    found.add(number)
         return found
 
 
@@ -349,7 +297,6 @@ class Pulled(abc.ABC):
         self.is_noted = False
         self._router = router
         self._routed = routed
-        self._flats = [each.flat for each in looked]
         self._leaf: Callable[[], Tensor | None] = lambda: None
 
     @property
@@ -403,20 +350,25 @@ class Pulled(abc.ABC):
 
     def outputs(self, values: Tensor) -> Outputs:
         """Returns the output of each table, ``(bags, dim)``."""
-        parts = torch.split(self.sums(values), [flat.bags for flat in self._flats])
+        parts = torch.split(self.sums(values), [each.flat.bags for each in self.looked])
         return [
             (each.member, averaged(each, part))
             for each, part in zip(self.looked, parts, strict=True)
         ]
 
     @functools.cached_property
-    def moved(self) -> list[Moved]:
-        """What the lookup of each table moves, if its gradient is pushed."""
-        found = []
+    def moved(self) -> dict[str, Traffic]:
+        """What the lookup moves by table, if its gradient is pushed."""
+        found = {}
         for number, member, flat in self.looked:
             rows = self._routed.counts[number]
-            found.append(Moved(member.config.name, flat.n_ids, rows, *self.bytes_of(flat, rows)))
+            found[member.config.name] = Traffic(flat.n_ids, rows, *self.bytes_of(flat, rows))
         return found
+
+    @functools.cached_property
+    def _joined(self) -> Flat:
+        """The bags of all tables, one table after the other, with keys in place of ids."""
+        return joined([each.flat for each in self.looked], self._routed.found, self.stack.dtype)
 
     def get_ready(self) -> None:
         """Computes what does not need the values, while these are on their way."""
@@ -510,15 +462,16 @@ class PulledRows(Pulled):
 
     @functools.cached_property
     def _bags(self) -> Bags:
-        weights = weights_of(self._flats, self.stack.dtype)
-        return Bags(self._routed.order.inverse(), offsets_of(self._flats), weights)
+        bags = self._joined
+        offsets = None if bags.length == 1 else bags.offsets
+        return Bags(self._routed.order.inverse(), offsets, bags.weights)
 
     @functools.cached_property
     def _transpose(self) -> Bags:
         """Which bags each row is in."""
         keys, weights = self._routed.order, self._bags.weights
         weights = None if weights is None else weights.index_select(0, keys.order)
-        return Bags(numbers_of(self._flats, keys.order), keys.starts, weights)
+        return Bags(self._joined.numbers(keys.order), keys.starts, weights)
 
     def pushes(self, gradient: Tensor) -> Mapping[str, tuple[Any, ...]]:
         """Returns rows and gradients for each server that has some."""
@@ -549,15 +502,14 @@ class PulledSums(Pulled):
         self, number: int, router: Router, looked: Sequence[Looked], routed: Routed
     ) -> None:
         super().__init__(number, router, looked, routed)
-        weights = weights_of(self._flats, self.stack.dtype)
+        weights = self._joined.weights
         self._weights = None if weights is None else weights.detach()
-        self._length = fixed_length(self._flats) if self.stack.stripes == 1 else 0
+        self._length = self._joined.length if self.stack.stripes == 1 else 0
         """The length of all bags, if that is the same on each server; else 0."""
         self._bags: dict[int, range] = {}
         """Which bags each server sums; those of one server follow one another."""
-        end = sum(flat.bags for flat in self._flats)
         if self.stack.stripes > 1:
-            self._bags = dict.fromkeys(range(self.stack.stripes), range(end))
+            self._bags = dict.fromkeys(range(self.stack.stripes), range(self._joined.bags))
             return
         end = 0
         for _, member, flat in looked:
@@ -582,7 +534,7 @@ class PulledSums(Pulled):
 
     def _whole(self) -> Iterator[tuple[int, slice, Tensor | None]]:
         """Yields servers, which ids are theirs, and the lengths of their bags if they differ."""
-        lengths = None if self._length else torch.cat([flat.lengths() for flat in self._flats])
+        lengths = None if self._length else self._joined.lengths()
         first = 0
         for server, bags in self._bags.items():
             end = first + sum(
@@ -594,7 +546,7 @@ class PulledSums(Pulled):
 
     def _striped(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         servers = self._routed.found.div(self.stack.stride, rounding_mode="floor")
-        numbers = numbers_of(self._flats)
+        numbers = self._joined.numbers()
         for server, bags in self._bags.items():
             ids = (servers == server).nonzero().view(-1)
             yield server, ids, torch.bincount(numbers[ids], minlength=len(bags))
@@ -633,7 +585,7 @@ class PulledSums(Pulled):
     def _entries(self) -> dict[int, tuple[Any, ...]]:
         """For each server that has some: its rows, and in which bags each is."""
         keys, cuts, dtype = self._routed.order, self._routed.cuts, self._router.dtype
-        entries = numbers_of(self._flats, keys.order)
+        entries = self._joined.numbers(keys.order)
         weights = None if self._weights is None else self._weights.index_select(0, keys.order)
         found = {}
         for server, bags in self._bags.items():
@@ -711,57 +663,30 @@ def sums_bytes(
     return pulled, entries + 2 * number * rows + bags * router.pushed_bytes
 
 
-# Bags of several tables, one table after the other
+def joined(flats: Sequence[Flat], keys: Tensor, dtype: torch.dtype) -> Flat:
+    """Returns the bags of several tables, one table after the other.
 
-
-def fixed_length(flats: Sequence[Flat]) -> int:
-    """Returns the length of all bags if it is the same by form, else 0."""
-    length = flats[0].length
-    return length if all(flat.length == length for flat in flats) else 0
-
-
-def offsets_of(flats: Sequence[Flat]) -> Tensor | None:
-    """Returns where the bags begin in the ids; None if each id is a bag of its own."""
-    length = fixed_length(flats)
-    if length == 1:
-        return None
-    if length:
-        return torch.arange(0, sum(flat.n_ids for flat in flats), length, device="cpu")
-    offsets, begin = [], 0
-    for flat in flats:
-        own = torch.arange(flat.n_ids, device="cpu") if flat.offsets is None else flat.offsets
-        offsets.append(own + begin)
-        begin += flat.n_ids
-    return torch.cat(offsets)
-
-
-def numbers_of(flats: Sequence[Flat], order: Tensor | None = None) -> Tensor:
-    """Returns the numbers of the bags of ids, the ids in some order."""
-    length = fixed_length(flats)
-    if length:
-        count = sum(flat.n_ids for flat in flats)
-        ids = torch.arange(count, device="cpu") if order is None else order
-        return ids if length == 1 else ids.div(length, rounding_mode="floor")
-    numbers, begin = [], 0
-    for flat in flats:
-        numbers.append(flat.numbers() + begin)
-        begin += flat.bags
-    joined = torch.cat(numbers)
-    return joined if order is None else joined.index_select(0, order)
-
-
-def weights_of(flats: Sequence[Flat], dtype: torch.dtype) -> Tensor | None:
-    """Returns the weights of ids, ones in tables without any; None if no table has some."""
-    if all(flat.weights is None for flat in flats):
-        return None
-    return torch.cat(
-        [
-            torch.ones(flat.n_ids, dtype=dtype, device="cpu")
-            if flat.weights is None
-            else flat.weights
-            for flat in flats
-        ]
-    )
+    Args:
+        flats: The bags of each table.
+        keys: The keys of their ids, which take the place of these.
+        dtype: The type of weights: ones in a table without any, if another one has some.
+    """
+    length = flats[0].length if len({flat.length for flat in flats}) == 1 else 0
+    weights, offsets = None, torch.arange(0, len(keys), length or 1, device="cpu")
+    if not length:
+        begin, parts = 0, []
+        for flat in flats:
+            own = torch.arange(flat.n_ids, device="cpu") if flat.offsets is None else flat.offsets
+            parts.append(own + begin)
+            begin += flat.n_ids
+        offsets = torch.cat(parts)
+    if any(flat.weights is not None for flat in flats):
+        ones = [torch.ones(flat.n_ids, dtype=dtype, device="cpu") for flat in flats]
+        given = [flat.weights for flat in flats]
+        weights = torch.cat(
+            [one if own is None else own for one, own in zip(ones, given, strict=True)]
+        )
+    return Flat(keys, offsets, (), weights, keys.device, length)
 
 
 def averaged(looked: Looked, sums: Tensor) -> Tensor:

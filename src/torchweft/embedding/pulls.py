@@ -240,8 +240,8 @@ class Lookups:
             if isinstance(part, CachedRows):
                 for server, version in part.take(client.step).items():
                     oldest[server] = min(version, oldest.get(server, version))
-            for moved in part.moved:
-                traffic = self._traffic[moved.table]
+            for table, moved in part.moved.items():
+                traffic = self._traffic[table]
                 traffic.ids += moved.ids
                 traffic.rows += moved.rows
                 traffic.hits += moved.hits
@@ -286,7 +286,7 @@ class Lookups:
                 for server, place in places.items()
                 if server in old
             ]
-            self._traffic[part.moved[0].table].pulled_bytes += size_bytes(moved)
+            self._traffic[next(iter(part.moved))].pulled_bytes += size_bytes(moved)
         found = {}
         for server, (version, news) in news_of.items():
             values = [
@@ -349,8 +349,8 @@ class Lookups:
             versions: The version of each server after the push.
         """
         for each in pulled:
-            for moved in each.moved:
-                self._traffic[moved.table].pushed_bytes += moved.pushed_bytes
+            for table, moved in each.moved.items():
+                self._traffic[table].pushed_bytes += moved.pushed_bytes
             if self._client.staleness is None:
                 # The push itself is one of those that were applied.
                 ages = [
@@ -361,9 +361,8 @@ class Lookups:
                 self._note(each, max(ages, default=0))
 
     def _note(self, pulled: Pulled, staleness: int) -> None:
-        for name in {looked.member.config.name for looked in pulled.looked}:
-            counts = self._traffic[name].staleness
-            counts[staleness] = counts.get(staleness, 0) + 1
+        for name in pulled.moved:
+            self._traffic[name].note_staleness(staleness)
 
     def traffic(self) -> dict[str, Traffic]:
         """Returns what lookups and pushes have moved, by table."""

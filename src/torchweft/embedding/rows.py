@@ -47,14 +47,10 @@ class Sorted(NamedTuple):
 
 
 _POSITION_BITS: Final = 32
-_HAS_VECTOR_SORT: Final = int(np.__version__.partition(".")[0]) >= 2
-"""Whether numpy sorts by vector instructions, where there are any: faster than torch."""
 
 
 def distinct(numbers: Tensor) -> Tensor:
     """Returns numbers ``(n,)`` on the CPU, int32 or int64, each once, rising."""
-    if not _HAS_VECTOR_SORT:
-        return sort(numbers).unique
     ordered = np.sort(numbers.numpy())
     return torch.from_numpy(ordered[_begins(ordered)])
 
@@ -68,7 +64,7 @@ def _begins(ordered: Any) -> Any:
 
 def sort(numbers: Tensor) -> Sorted:
     """Sorts numbers ``(n,)`` on the CPU, int32 or int64; the order of equal ones is kept."""
-    if numbers.dtype != torch.int32 or not _HAS_VECTOR_SORT:
+    if numbers.dtype != torch.int32:
         ordered, order = torch.sort(numbers, stable=True)
         unique, counts = torch.unique_consecutive(ordered, return_counts=True)
         return Sorted(unique, order, counts.cumsum(0).sub_(counts))

@@ -185,10 +185,9 @@ class Shard:
             elif len(part) == _ENTRY_PARTS:
                 self._check_entries(part)
             else:
-                raise InputError(
-                    f"server {self.name!r} was sent gradients of {self._tables()} in "
+                raise self._refused(
+                    f"was sent gradients of {self._tables()} in "
                     f"{len(part)} parts; send {_VALUE_PARTS} or {_ENTRY_PARTS}",
-                    **self._named,
                 )
 
     def apply(self, pushed: Sequence[Gradients], lr: float, divisor: int, version: int) -> None:
@@ -257,10 +256,8 @@ class Shard:
 
     def _check_numbers(self, numbers: Tensor) -> None:
         if numbers.dtype not in _INTEGERS or numbers.dim() != 1:
-            raise InputError(
-                f"server {self.name!r} was sent rows of {numbers.dtype} with {numbers.dim()} "
-                "dimensions",
-                **self._named,
+            raise self._refused(
+                f"was sent rows of {numbers.dtype} with {numbers.dim()} dimensions",
             )
 
     def _check(self, rows: Tensor) -> None:
@@ -284,20 +281,17 @@ class Shard:
             raise self._bad_bags(len(rows))
 
     def _bad_bags(self, count: int) -> InputError:
-        return InputError(
-            f"server {self.name!r} was sent bags of {self._tables()} that do not fit their {count} "
-            "ids",
-            **self._named,
+        return self._refused(
+            f"was sent bags of {self._tables()} that do not fit their {count} ids",
         )
 
     def _check_weights(self, rows: Tensor, weights: Tensor | None) -> None:
         if weights is not None and (
             weights.shape != rows.shape or weights.dtype != self.stack.dtype
         ):
-            raise InputError(
-                f"server {self.name!r} was sent weights {list(weights.shape)} of {weights.dtype} "
+            raise self._refused(
+                f"was sent weights {list(weights.shape)} of {weights.dtype} "
                 f"for {len(rows)} ids of {self._tables()}",
-                **self._named,
             )
 
     def _check_entries(self, part: Part) -> None:
@@ -305,10 +299,8 @@ class Shard:
         check_types(count=(count, int))
         self._check_numbers(numbers)
         if not 0 <= 2 * count <= len(numbers):
-            raise InputError(
-                f"server {self.name!r} was sent gradients of {self._tables()} that do not fit "
-                f"their {count} rows",
-                **self._named,
+            raise self._refused(
+                f"was sent gradients of {self._tables()} that do not fit their {count} rows",
             )
         rows, counts, entries = Entries.of(part)
         self._check(rows)
@@ -318,20 +310,18 @@ class Shard:
         if len(entries):
             low, high = (int(each) for each in torch.aminmax(entries))
             if low < 0 or high >= len(values):
-                raise InputError(
-                    f"server {self.name!r} was sent gradients of {len(values)} bags of "
+                raise self._refused(
+                    f"was sent gradients of {len(values)} bags of "
                     f"{self._tables()}, and entry {low if low < 0 else high} of these",
-                    **self._named,
                 )
 
     def _check_gradients(self, gradients: Tensor, count: int) -> None:
         shape = (count, self.stack.dim)
         if tuple(gradients.shape) != shape or gradients.dtype != self.stack.dtype:
-            raise InputError(
-                f"server {self.name!r} was sent gradients {list(gradients.shape)} of "
+            raise self._refused(
+                f"was sent gradients {list(gradients.shape)} of "
                 f"{gradients.dtype} for {self._tables()}; expected {list(shape)} of "
                 f"{self.stack.dtype}",
-                **self._named,
             )
 
     def _tables(self) -> str:
@@ -339,6 +329,10 @@ class Shard:
 
     def _names(self) -> list[str]:
         return list(dict.fromkeys(member.config.name for member in self.stack.members))
+
+    def _refused(self, reason: str) -> InputError:
+        """Returns the error of a message that does not fit this shard."""
+        return InputError(f"server {self.name!r} {reason}", **self._named)
 
     @property
     def _named(self) -> dict[str, Any]:

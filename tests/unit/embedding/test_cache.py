@@ -121,7 +121,7 @@ def test_the_rows_that_stay_are_those_of_the_policy(
             del kept[min(score, key=lambda each: score[each])]
 
 
-def test_rows_that_are_to_be_dropped_stay_while_there_is_room_and_are_spared_if_needed() -> None:
+def test_a_full_cache_drops_some_rows_at_once() -> None:
     cache = RowCache(400, 128, DIM, torch.float64, "recent")
 
     def is_missing(key: int) -> bool:
@@ -130,12 +130,10 @@ def test_rows_that_are_to_be_dropped_stay_while_there_is_room_and_are_spared_if_
         return bool(lookup.wanted)
 
     assert all(is_missing(key) for key in range(128))
-    assert is_missing(200)  # in place of 0; 1 is the next to go
+    assert is_missing(200)  # in place of 0, 1 and 2
+    assert len(cache) == 126
+    assert [is_missing(key) for key in (3, 200, 2, 1)] == [False, False, True, True]
     assert len(cache) == 128
-    assert not is_missing(1)
-    assert is_missing(201)  # in place of 2, as 1 was needed
-    assert len(cache) == 128
-    assert [is_missing(key) for key in (1, 3, 200, 2)] == [False, False, False, True]
 
 
 def test_a_row_on_its_way_is_asked_for_once_and_again_if_it_was_lost() -> None:

@@ -30,7 +30,6 @@ from torchweft.embedding import (
     plan_tables,
     touched_shares,
 )
-from torchweft.embedding import dynamic as module
 from torchweft.embedding.configs import Evict
 from torchweft.embedding.dynamic import DynamicShard, IdMap, Ints, Roster, server_of
 from torchweft.embedding.initial import mixed
@@ -193,57 +192,42 @@ def test_it_takes_over_as_many_as_there_is_room_for(evict: Evict) -> None:
     st.sampled_from([8, 30]),
     st.sampled_from([None, 1, 3]),
     st.sampled_from([0.0, 0.3, 1.0]),
-    st.sampled_from([1, 3, 1024]),
     st.lists(st.sets(st.integers(0, 20), max_size=6), max_size=30),
 )
-def test_ids_expire_after_the_same_step_however_many_places_are_swept(
+def test_ids_expire_after_the_same_step_whether_there_is_room_or_not(
     evict: Evict,
     capacity: int,
     ttl: int | None,
     frequency: float,
-    swept: int,
     steps: list[set[int]],
 ) -> None:
     roster = Roster(capacity, evict, ttl, frequency)
     model: dict[int, tuple[int, int, int]] = {}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(module, "_SWEPT", swept)
-        for step, wanted in enumerate(steps, start=1):
-            ids = np.array(sorted(wanted), np.int64)
-            roster.sweep(step - 1, ids)
-            places = roster.find(ids)
-            roster.touch(places[places >= 0], step)
-            new = ids[places < 0]
-            added_to(roster, new, step)
-            known = wanted & model.keys()
-            assert known == wanted - set(new.tolist())
-            model |= {each: (model[each][0] + 1, step, model[each][2]) for each in known}
-            lacking = len(model) + len(new) - capacity
-            if lacking > 0:
-                old = {each: marks[:2] for each, marks in model.items() if marks[1] != step}
-                for each in in_order(old, evict)[: max(lacking, capacity // 64)]:
-                    del model[each]
-            model |= dict.fromkeys(new.tolist(), (1, step, step))
-            model = {
-                each: (count, age, first)
-                for each, (count, age, first) in model.items()
-                if (ttl is None or step - age < ttl) and count >= frequency * (step - first + 1)
-            }
-            assert marks_of(roster, step) == {each: found[:2] for each, found in model.items()}
-            all_ids = np.arange(21)
-            is_live = roster.live(all_ids, step) >= 0
-            assert set(all_ids[is_live].tolist()) == model.keys()
-
-
-def test_a_step_looks_at_few_places_and_all_are_looked_at_in_time() -> None:
-    roster = Roster(10_000, "age", ttl=1)
-    added_to(roster, np.arange(10_000), 1)
-    none = np.zeros(0, np.int64)
-    for step in range(2, 11):
-        roster.sweep(step, none)
-        assert len(roster) == 10_000 - 1024 * (step - 1)
-    roster.sweep(11, none)
-    assert (len(roster), roster.evicted) == (0, 10_000)
+    for step, wanted in enumerate(steps, start=1):
+        ids = np.array(sorted(wanted), np.int64)
+        roster.sweep(step - 1, ids)
+        places = roster.find(ids)
+        roster.touch(places[places >= 0], step)
+        new = ids[places < 0]
+        added_to(roster, new, step)
+        known = wanted & model.keys()
+        assert known == wanted - set(new.tolist())
+        model |= {each: (model[each][0] + 1, step, model[each][2]) for each in known}
+        lacking = len(model) + len(new) - capacity
+        if lacking > 0:
+            old = {each: marks[:2] for each, marks in model.items() if marks[1] != step}
+            for each in in_order(old, evict)[: max(lacking, capacity // 64)]:
+                del model[each]
+        model |= dict.fromkeys(new.tolist(), (1, step, step))
+        model = {
+            each: (count, age, first)
+            for each, (count, age, first) in model.items()
+            if (ttl is None or step - age < ttl) and count >= frequency * (step - first + 1)
+        }
+        assert marks_of(roster, step) == {each: found[:2] for each, found in model.items()}
+        all_ids = np.arange(21)
+        is_live = roster.live(all_ids, step) >= 0
+        assert set(all_ids[is_live].tolist()) == model.keys()
 
 
 SERVERS = ("a", "b", "c")
@@ -290,7 +274,7 @@ def test_a_dynamic_table_is_always_on_servers_in_a_stack_of_its_own() -> None:
     assert plan.placed["users"].server_bytes == 2 * 2 * 30 * (8 + 4 * 8)
     assert plan.placed["days"].is_copied
     plan = plan_tables(tables, ["a"])
-    assert [stack.is_dynamic for stack in plan.layout.stacks] == [False, True]
+    assert sorted(stack.is_dynamic for stack in plan.layout.stacks) == [False, True]
 
 
 def test_the_share_of_a_batch_is_at_most_all_rows() -> None:

@@ -107,7 +107,7 @@ def test_servers_pool_exactly_where_that_moves_fewer_bytes() -> None:
     for length in (1, 2, 3, 4, 8):
         ids = torch.arange(4 * length).view(4, length)
         (pulled,) = prepared([table], [ids], whole)[1]
-        (moved,) = pulled.moved
+        (moved,) = pulled.moved.values()
         as_rows = 2 * 4 * length * row
         as_sums = 2 * 4 * length * 4 + 4 * 256 + 2 * 4 * length * 4 + 4 * 256
         assert isinstance(pulled, PulledSums) == (as_sums < as_rows)
@@ -124,7 +124,7 @@ def nbytes(parts: Any) -> int:
 def test_counts_are_the_bytes_of_the_messages(length: int, place: Any) -> None:
     table = TableConfig("t", 400, 16)
     router, (pulled,) = prepared([table], [skewed(20 * length, 400).view(20, length)], place)
-    (moved,) = pulled.moved
+    (moved,) = pulled.moved.values()
     requests = nbytes(request for request in pulled.requests().values())
     shards = {name: Shard(router.stack, k, 0) for k, name in enumerate(router.stack.servers)}
     answers = {
@@ -141,7 +141,7 @@ def test_a_sparse_push_of_words_is_a_fraction_of_a_dense_one() -> None:
     sparse, ids = 0, 0
     for seed in range(10):
         (pulled,) = prepared([table], [skewed(20 * 35, table.rows, seed)], striped)[1]
-        (moved,) = pulled.moved
+        (moved,) = pulled.moved.values()
         sparse += moved.pushed_bytes
         ids += moved.ids
     dense = 10 * table.size_bytes
@@ -156,8 +156,8 @@ def test_a_table_that_is_copied_has_no_stack() -> None:
 
 
 @pytest.mark.parametrize("place", [striped, whole])
-@pytest.mark.parametrize("count", [3, 200])  # Three ids are few beside the rows: these are sorted.
-def test_marks_tell_what_a_sort_tells(count: int, place: Any) -> None:
+@pytest.mark.parametrize("count", [3, 200])
+def test_keys_are_those_of_a_sort_with_positions(count: int, place: Any) -> None:
     tables = [TableConfig("a", 50, 4), TableConfig("b", 900, 4), TableConfig("c", 7, 4)]
     places = {each.name: place(number) for number, each in enumerate(tables)}
     (stack,) = plan_tables(tables, SERVERS, places=places).layout.stacks
@@ -177,8 +177,6 @@ def test_marks_tell_what_a_sort_tells(count: int, place: Any) -> None:
     assert by_keys.cuts == ordered.cuts
     for routed in (ordered, by_keys, router.route(flats)):
         assert routed.counts == expected
-    assert (router.marks(router.route(flats).found) is None) == (count == 3)
-    # One lookup after the other uses the same marks.
     first = router.route(flats[:1]).counts
     assert first == [expected[0], 0, 0]
 

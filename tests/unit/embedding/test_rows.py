@@ -45,11 +45,7 @@ def test_sorting_keeps_the_order_of_equal_numbers() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 8192, 40_000])
 @pytest.mark.parametrize("largest", [3, 1000, 2**31 - 1])
-@pytest.mark.parametrize("has_vector_sort", [True, False])
-def test_sorting_of_any_length_and_type_is_the_same(
-    count: int, largest: int, has_vector_sort: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchweft.embedding.rows._HAS_VECTOR_SORT", has_vector_sort)
+def test_sorting_of_any_length_and_type_is_the_same(count: int, largest: int) -> None:
     generator = torch.Generator().manual_seed(count)
     numbers = torch.randint(largest - 2, largest + 1, (count,), generator=generator)
     numbers[count // 2 :] = largest
