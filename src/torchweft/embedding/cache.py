@@ -26,8 +26,9 @@ from torchweft.errors import ConfigurationError
 Policy = Literal["frequency", "recent"]
 _POLICIES: Final = ("frequency", "recent")
 _NEVER: Final = -(1 << 62)
-_DROPPED: Final = 64
-"""A full cache drops one row of so many at once: seeking them costs too much for each lookup."""
+_SLACK: Final = 128
+"""A full cache has up to one row of so many more or fewer than its size, and drops the difference
+at once: seeking rows to drop costs too much for each lookup."""
 _SLOT: Final = np.dtype(
     [(name, np.int64) for name in ("key", "born", "coming", "version", "used", "holders")]
 )
@@ -74,7 +75,7 @@ class RowCache:
 
     Args:
         keys: Number of keys.
-        size: How many rows to keep, beside those that are held.
+        size: About how many rows to keep, beside those that are held.
         dim: Number of columns.
         dtype: Type of the values.
         policy: Which rows stay.
@@ -199,9 +200,9 @@ class RowCache:
         idle = slots[self._slots["holders"][slots] == 0]
         self._held -= len(idle)
         self._drop(idle[self._slots["born"][idle] == _NEVER])
-        surplus = len(self) - self._held - self._size
-        if surplus > 0:
-            self._drop(self._first_to_go(surplus + self._size // _DROPPED))
+        surplus, slack = len(self) - self._held - self._size, self._size // _SLACK
+        if surplus > slack:
+            self._drop(self._first_to_go(surplus + slack))
 
     def _first_to_go(self, count: int) -> Ints:
         """Returns the slots of rows that the policy drops first."""

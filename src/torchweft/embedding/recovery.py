@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor, distributed
+from torch import distributed
 
 from torchweft.arguments import kind_of
 from torchweft.checkpoint import kinds
@@ -49,32 +49,18 @@ Opened = tuple[Any, ...]
 class Trained(Protocol):
     """A model with tables, all trainers of which call each method; ``HybridModel`` is one."""
 
-    @property
-    def trainers(self) -> tuple[str, ...]:
-        """Names of the trainers; the first one saves."""
-
-    @property
-    def servers(self) -> tuple[str, ...]:
-        """Names of the workers that have rows."""
-
+    trainers: Any
+    """Names of the trainers; the first one saves."""
+    servers: Any
+    """Names of the workers that have rows."""
     staleness: int | None
     """The bound of the collection; None for the asynchronous mode."""
-
-    def save(
-        self,
-        directory: str,
-        *,
-        step: int,
-        state: dict[str, Any] | None = None,
-        keep: int | None = None,
-    ) -> object:
-        """Saves a snapshot after some steps."""
-
-    def restore(self, directory: str, *, state: dict[str, Any] | None = None) -> int:
-        """Restores the last snapshot; returns its step."""
-
-    def close(self) -> None:
-        """Releases the rows."""
+    save: Callable[..., object]
+    """Saves a snapshot after some steps."""
+    restore: Callable[..., int]
+    """Restores the last snapshot; returns its step."""
+    close: Callable[[], None]
+    """Releases the rows."""
 
 
 class TrainedTables:
@@ -86,29 +72,16 @@ class TrainedTables:
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
+        self._is_first = get_worker_info().name == tables.trainers[0]
         self.trainers = tables.trainers
+        self.servers = tuple(tables.servers)
         self.staleness = tables.bound
+        self.close = tables.close
 
-    @property
-    def servers(self) -> tuple[str, ...]:
-        """Names of the workers that have rows."""
-        return tuple(self._tables.servers)
-
-    @property
-    def _is_first(self) -> bool:
-        return get_worker_info().name == self.trainers[0]
-
-    def save(
-        self,
-        directory: str,
-        *,
-        step: int,
-        state: dict[str, Any] | None = None,
-        keep: int | None = None,
-    ) -> None:
-        """Has the first trainer save."""
+    def save(self, directory: str, **options: Any) -> None:
+        """Has the first trainer save; the options are those of ``Tables.save``."""
         if self._is_first:
-            self._tables.save(directory, step=step, state=state, keep=keep)
+            self._tables.save(directory, **options)
 
     def restore(self, directory: str, *, state: dict[str, Any] | None = None) -> int:
         """Has the first trainer restore, and takes copies, learning rate and state from it.
@@ -118,7 +91,7 @@ class TrainedTables:
             ConfigurationError: The first trainer could not restore.
         """
         own = {} if state is None else state
-        told: tuple[int, float | None, dict[str, Tensor], Any] | None = None
+        told: Any = None
         failure: Exception | None = None
         if self._is_first:
             try:
@@ -126,29 +99,22 @@ class TrainedTables:
                 told = step, self._tables.lr, self._tables.copied_values(), taken(own)
             except Exception as error:
                 failure = error
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        given = told, text, isinstance(failure, SnapshotNotFound)
         if len(self.trainers) > 1:
-            text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-            is_missing = isinstance(failure, SnapshotNotFound)
-            found = all_gather((told, text, is_missing), self.trainers, self._tables.timeout_s)
-            told, text, is_missing = found[self.trainers[0]]
-            if failure is None and is_missing:
-                raise SnapshotNotFound(text, directory=directory)
-            if failure is None and text:
-                raise ConfigurationError(
-                    f"trainer {self.trainers[0]!r} could not restore the tables: {text}"
-                )
-        if failure is not None:
-            raise failure
-        assert told is not None
-        step, lr, copies, values = told
+            found = all_gather(given, self.trainers, self._tables.timeout_s)
+            given = found[self.trainers[0]]
+        (step, lr, copies, values), text, is_missing = given[0] or (0, None, {}, {}), *given[1:]
+        if is_missing:
+            raise failure or SnapshotNotFound(text, directory=directory)
+        if text:
+            raise failure or ConfigurationError(
+                f"trainer {self.trainers[0]!r} could not restore the tables: {text}"
+            )
         if not self._is_first:
             self._tables.take_over(lr, copies)
             put(own, values)
-        return step
-
-    def close(self) -> None:
-        """Releases the rows."""
-        self._tables.close()
+        return int(step)
 
 
 def recover(
@@ -261,7 +227,7 @@ def _checked(opened: Any) -> Opened:
 
 def _trained(opened: Opened) -> Trained:
     first = opened[0]
-    found: Trained = TrainedTables(first) if isinstance(first, Tables) else first
+    found: Any = TrainedTables(first) if isinstance(first, Tables) else first
     return found
 
 
