@@ -19,7 +19,6 @@ from torchweft.embedding.configs import Shard, TableConfig
 from torchweft.engine.codec.registry import rebuilds_plain
 
 
-@rebuilds_plain
 class Member(NamedTuple):
     """Some columns of a table in a stack.
 
@@ -35,12 +34,20 @@ class Member(NamedTuple):
     server: int
     base: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _member, (self.config, self.columns.start, self.columns.stop, self.server, self.base)
+
     def rows_on(self, server: int, stripes: int) -> range:
         """Returns the rows of the table that a server of the stack holds."""
         first = server if stripes > 1 else 0
         if stripes == 1 and server != self.server:
             return range(0)
         return range(first, self.config.rows, stripes)
+
+
+@rebuilds_plain
+def _member(config: TableConfig, start: int, stop: int, server: int, base: int) -> Member:
+    return Member(config, range(start, stop), server, base)
 
 
 @rebuilds_plain

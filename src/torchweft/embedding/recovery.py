@@ -226,9 +226,9 @@ def _checked(opened: Any) -> Opened:
 
 
 def _trained(opened: Opened) -> Trained:
-    first = opened[0]
-    found: Any = TrainedTables(first) if isinstance(first, Tables) else first
-    return found
+    first: Any = TrainedTables(opened[0]) if isinstance(opened[0], Tables) else opened[0]
+    trained: Trained = first
+    return trained
 
 
 def _run(
