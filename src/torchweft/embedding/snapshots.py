@@ -299,19 +299,19 @@ def _servers(pieces: Iterable[Piece]) -> dict[str, str]:
 # Other places. All trainers make each part.
 
 
-def check_move(client: Client, tables: Collection, plan: Plan, *, has_gradients: bool) -> None:
-    """Checks that tables can go to the places of another plan. Blocks.
+def check_move(tables: Collection, plan: Plan, *, has_gradients: bool) -> None:
+    """Checks that tables can go to the places of another plan.
 
     Args:
-        client: The client of the collection as it is.
         tables: The collection as it is.
         plan: The places.
         has_gradients: Whether this trainer has gradients that were not pushed.
 
     Raises:
-        ConfigurationError: A trainer cannot do its part.
+        ConfigurationError: This trainer cannot do its part.
         PlanError: The tables cannot be moved there.
     """
+    client = tables.client
     if client.trainer < 0:
         raise ConfigurationError(f"this worker is not among the trainers {client.trainers}")
     if has_gradients:
@@ -323,19 +323,16 @@ def check_move(client: Client, tables: Collection, plan: Plan, *, has_gradients:
         raise PlanError("the plan has other tables or other copies than these tables")
     if tables.optimizer is not None:
         check_rule(tables.optimizer.rule, plan)
-    _agreed(client, None)
 
 
-def moved(client: Client, tables: Collection, plan: Plan, make: Callable[[], Client]) -> Client:
+def moved(tables: Collection, make: Callable[[], Client]) -> Client:
     """Makes a collection at its new places, with the rows and their state, bit by bit. Blocks.
 
     Each server of the new plan takes the rows that it holds from the servers of the old one.
 
     Args:
-        client: The client of the collection as it is.
         tables: The collection as it is.
-        plan: The places.
-        make: Returns the client of the collection at these places, which it makes there.
+        make: Returns the client of the collection at its new places, which it makes there.
 
     Returns:
         The new client. If it fails, the collection is as it was.
@@ -343,7 +340,7 @@ def moved(client: Client, tables: Collection, plan: Plan, make: Callable[[], Cli
     Raises:
         CapacityError: A server of the new plan has too few rows for the ids that belong there.
     """
-    opened: list[Client] = []
+    client, opened = tables.client, list[Client]()
 
     def open_new() -> None:
         opened.append(make())

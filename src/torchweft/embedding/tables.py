@@ -335,7 +335,7 @@ class Tables(nn.Module):
         """
         check_type(plan, Plan, "plan", "what plan_tables returns")
         collection, client = self._collection(), self._client
-        snapshots.check_move(client, collection, plan, has_gradients=bool(self.lookups.touched))
+        snapshots.check_move(collection, plan, has_gradients=bool(self.lookups.touched))
         self._moves += 1  # Also if it fails: servers may have rows under the name for a while.
         options = self._options._replace(layout=plan.layout)
         base, _, _ = self.name.partition("@")
@@ -343,7 +343,7 @@ class Tables(nn.Module):
         def make() -> Client:
             return Client(f"{base}@{self._moves}", options, self.limit_s)
 
-        self._client = snapshots.moved(client, collection, plan, make)
+        self._client = snapshots.moved(collection, make)
         self.plan, self._options, self.name = plan, options, self._client.name
         self.lookups.forget()
         self.lookups = self._looking_up(self.lookups)
