@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torchweft.embedding.meeting import Meeting, call_each
+from torchweft.embedding.client import call_each
+from torchweft.embedding.meeting import Meeting
 from torchweft.embedding.rows import Part as Gradient
 from torchweft.embedding.rows import encode, sum_rows
 from torchweft.embedding.server import Host, Options, Push
@@ -21,7 +22,7 @@ from torchweft.embedding.steps import Steps
 from torchweft.engine.protocol.registration import HOST
 from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
-from torchweft.rpc import RRef, expose, functions, get_worker_info
+from torchweft.rpc import RRef, expose, functions, get_worker_info, rpc_sync
 from torchweft.rpc.current_call import check_caller, check_types
 
 Aggregate = Literal["host"] | Sequence[Sequence[str]] | None
@@ -378,3 +379,17 @@ def join(
 
     found = Aggregator.use(name, make, check)
     return RRef(found), [found.steps.step_of(each) for each in range(len(found.members))]
+
+
+def join_at(
+    first: str,
+    name: str,
+    options: Options,
+    group: int,
+    begin: int,
+    hosts: Mapping[str, RRef[Host]],
+    timeout_s: float,
+) -> tuple[RRef[Aggregator], list[int]]:
+    """Joins a group at its first trainer; see ``join``. Blocks."""
+    given = (name, options, group, begin, hosts, timeout_s)
+    return rpc_sync(first, join, given, timeout=timeout_s)

@@ -19,7 +19,7 @@ from torchweft.embedding.client import Client, Pushes
 from torchweft.embedding.configs import TableConfig
 from torchweft.embedding.dynamic import Occupancy, check_capacity
 from torchweft.embedding.errors import BadIds, PlanError
-from torchweft.embedding.groups import Aggregate, groups_of, hosts_of
+from torchweft.embedding.groups import Aggregate, groups_of, hosts_of, join_at
 from torchweft.embedding.initial import fill
 from torchweft.embedding.inputs import Flat
 from torchweft.embedding.layout import Held, pieces_of
@@ -125,7 +125,7 @@ class Tables(nn.Module):
         """The limit of each pull and step; infinite for none."""
         self._options = Options(plan.layout, self.trainers, staleness, averages, seed, wire, groups)
         self.copies = _copies_of(plan, seed)
-        self._client = Client(name, self._options, self.limit_s)
+        self._client = Client(name, self._options, self.limit_s, join_at)
         self.lookups = self._looking_up(None)
         """The lookups of this worker; for ``torchweft.hybrid``."""
         self._moves = 0
@@ -341,7 +341,7 @@ class Tables(nn.Module):
         base, _, _ = self.name.partition("@")
 
         def make() -> Client:
-            return Client(f"{base}@{self._moves}", options, self.limit_s)
+            return Client(f"{base}@{self._moves}", options, self.limit_s, join_at)
 
         self._client = snapshots.moved(collection, make)
         self.plan, self._options, self.name = plan, options, self._client.name

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweft.embedding.client import wait_for
 from torchweft.embedding.lookup import Pulled
-from torchweft.embedding.meeting import wait_for
 from torchweft.embedding.rows import Part, summed
 from torchweft.embedding.server import host_of
 from torchweft.engine.threads import device_streams
