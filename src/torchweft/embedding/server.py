@@ -19,7 +19,7 @@ from torchweft.embedding.pieces import Pieces
 from torchweft.embedding.rows import Part, Wire, decode, encode
 from torchweft.embedding.rules import Rule
 from torchweft.embedding.shard import Gradients, Shard
-from torchweft.embedding.steps import Due, Steps
+from torchweft.embedding.steps import Steps
 from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.engine.worker.current import current
@@ -210,14 +210,11 @@ class Host(Pieces[GradientPush]):
             version = self.steps.version
             self._complete.extend(enumerate(due.applied, start=version - len(due.applied) + 1))
         # Trainers go on while the step is applied: it was checked, and nobody sees rows before.
-        self._settle(due, version)
+        self.answer(due.answered, version)
+        self.fail(due.failed)
         if due.applied:
             current().reactor.submit_task(self._apply_soon)
         return future
-
-    def _settle(self, due: Due[GradientPush], version: int) -> None:
-        self.answer(due.answered, version)
-        self.fail(due.failed)
 
     def _apply_soon(self, *_: object) -> None:
         with self.changed:
@@ -227,15 +224,12 @@ class Host(Pieces[GradientPush]):
         while self._complete and self._failure is None:
             version, pushes = self._complete.popleft()
             try:
-                self._apply(pushes, version)
+                divisor = self.options.pushes if self.options.averages else 1
+                for number, shard in self.shards.items():
+                    pushed = [each.gradients[number] for each in pushes if number in each.gradients]
+                    shard.apply(pushed, pushes[0].lr, divisor, version)
             except Exception as error:
                 self._failure = error  # For all who ask for rows from now on.
-
-    def _apply(self, pushes: Sequence[GradientPush], version: int) -> None:
-        divisor = self.options.pushes if self.options.averages else 1
-        for number, shard in self.shards.items():
-            pushed = [each.gradients[number] for each in pushes if number in each.gradients]
-            shard.apply(pushed, pushes[0].lr, divisor, version)
 
     def _checked(self, stack: int, used: int, parts: Sequence[Part]) -> Gradients:
         check_types(used=(used, int))
@@ -311,7 +305,7 @@ def set_up(name: str, options: Options) -> tuple[RRef[Host], list[int]]:
     """
     check_types(options=(options, Options))
     check_types(layout=(options.layout, Layout))
-    server = current().me.name
+    server = get_worker_info().name
 
     def make() -> Host:
         made = Host(name, options, server)
