@@ -63,7 +63,7 @@ class Client:
             """The step that this trainer is in."""
             if len(group) > 1 and answers:
                 given = (name, options, self._pusher, self.step, self._hosts, self.timeout_s)
-                self._aggregator, steps = join(group[0], *given)
+                self._aggregator, steps = join(group[0], given, self.timeout_s)
                 self.step = int(steps[self._member])
         except BaseException:
             # No server keeps a use that nobody will end.

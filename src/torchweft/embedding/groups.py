@@ -382,14 +382,7 @@ def join(
 
 
 def join_at(
-    first: str,
-    name: str,
-    options: Options,
-    group: int,
-    begin: int,
-    hosts: Mapping[str, RRef[Host]],
-    timeout_s: float,
+    first: str, given: tuple[Any, ...], timeout_s: float
 ) -> tuple[RRef[Aggregator], list[int]]:
-    """Joins a group at its first trainer; see ``join``. Blocks."""
-    given = (name, options, group, begin, hosts, timeout_s)
+    """Joins a group at its first trainer, with the arguments of ``join``. Blocks."""
     return rpc_sync(first, join, given, timeout=timeout_s)

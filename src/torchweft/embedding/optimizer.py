@@ -105,12 +105,11 @@ class TablesOptimizer(Optimizer):
         pushes: Pushes = {}
         for pulled, gradient in found:
             _check_gradient(pulled, gradient)
-            for server, part in pulled.pushes(gradient).items():
-                used, parts = pushes.setdefault(server, {}).get(pulled.number, (0, []))
-                pushes[server][pulled.number] = used, [*parts, part]
+            own = pulled.pushes(gradient)
             for server in pulled.stack.servers:
                 by_stack = pushes.setdefault(server, {})
                 used, parts = by_stack.get(pulled.number, (0, []))
+                parts = [*parts, own[server]] if server in own else parts
                 by_stack[pulled.number] = used | pulled.used, parts
         for by_stack in pushes.values():
             for number, (used, parts) in by_stack.items():
@@ -121,9 +120,10 @@ class TablesOptimizer(Optimizer):
     def _found(self, context_id: int | None) -> Iterable[tuple[Pulled, Tensor]]:
         """Takes the leaves with their gradients."""
         if context_id is None:
-            leaves = [leaf for leaf in self._touched if leaf.grad is not None]
             found = [
-                (_pulled(leaf), leaf.grad.detach()) for leaf in leaves if leaf.grad is not None
+                (_pulled(leaf), leaf.grad.detach())
+                for leaf in self._touched
+                if leaf.grad is not None
             ]
             self.zero_grad()
             return found

@@ -135,7 +135,8 @@ class Plan:
         header = ("table", *numbers[:3], "place", *numbers[3:], "reason")
         lines = [header, *(self._line(config) for config in self.configs)]
         shown = "\n".join(aligned(lines, [title not in numbers for title in header]))
-        return f"{shown}\n{_trainers(self.trainers)}; bytes of all of them, without headers"
+        trainers = f"{self.trainers} trainer{'s' * (self.trainers != 1)}"
+        return f"{shown}\n{trainers}; bytes of all of them, without headers"
 
     def _line(self, config: TableConfig) -> tuple[str, ...]:
         placed = self.placed[config.name]
@@ -370,10 +371,6 @@ def _check_known(configs: Sequence[TableConfig], given: Mapping[str, Any], what:
         if name not in names:
             hint = did_you_mean(str(name), names)
             raise PlanError(f"{what} names {name!r}, which is no table{hint}", table=str(name))
-
-
-def _trainers(count: int) -> str:
-    return "1 trainer" if count == 1 else f"{count} trainers"
 
 
 def shown_bytes(count: int | None) -> str:

@@ -41,15 +41,10 @@ class Collection(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A snapshot of a chain, and the description of its rows."""
+    """A snapshot of a chain, and the description of its rows; its mark tells it from all others."""
 
     snapshot: Snapshot
     layout: dict[str, Any]
-
-    @property
-    def mark(self) -> str:
-        """Tells it from all other snapshots of rows."""
-        return str(self.layout["mark"])
 
 
 def save(
@@ -64,16 +59,18 @@ def save(
     version, rule = _standing(tables.client, may_wait=tables.client.staleness == 0)
     base = None if since is None else _base(tables, directory, since, rule)
     pieces = [held.piece for held in pieces_of(tables.plan.layout)]
-    mark = secrets.token_hex(8)
+    mark, since_mark, origin = secrets.token_hex(8), None, None
+    if base is not None:
+        since_mark = base.layout["mark"]
+        origin = [base.snapshot.name, base.snapshot.step, since_mark]
     layout: dict[str, Any] = {
         "pieces": [piece.plain() for piece in pieces],
         "tables": _described(tables.plan),
         "optimizer": rule,
         "lr": None if tables.optimizer is None else float(tables.optimizer.param_groups[0]["lr"]),
         "mark": mark,
-        "since": None if base is None else [base.snapshot.name, base.snapshot.step, base.mark],
+        "since": origin,
     }
-    since_mark = None if base is None else base.mark
     try:
         entries = tables.client.call_all("leave", version, mark, since_mark)
     except BrokenChain as error:
@@ -144,7 +141,7 @@ def restore(
         random_states=True,
         timeout=UNSET_RPC_TIMEOUT,
     )
-    tables.client.call_all("adopt", rows, link.mark, tables.client.timeout_s)
+    tables.client.call_all("adopt", rows, link.layout["mark"], tables.client.timeout_s)
     if tables.optimizer is not None and layout["lr"] is not None:
         tables.optimizer.param_groups[0]["lr"] = layout["lr"]
     return link.snapshot
