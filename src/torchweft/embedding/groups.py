@@ -6,6 +6,7 @@ asks for them; the others wait for it. The gradients of a step are summed before
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -213,6 +214,8 @@ class Aggregator(Meeting[MemberPush]):
         self._group = group
         self._hosts = hosts
         self._timeout_s = timeout_s
+        self._arrived = threading.Condition(self.lock)
+        """Notified when rows have come, or will not."""
         self._batches: dict[tuple[str, int], list[Batch]] = {}
         self._versions: dict[str, int] = {}
         self._uncounted: dict[str, list[int]] = {}
@@ -226,7 +229,7 @@ class Aggregator(Meeting[MemberPush]):
         asked: dict[str, list[Any]] = {}
         new: dict[str, list[Batch]] = {}
         answered: dict[str, list[list[Share]]] = {}
-        with self.changed, self.blaming_the_lost():
+        with self.lock, self.blaming_the_lost():
             self.steps.check_pull(member, step)
             for server, of_server in requests.items():
                 answered[server] = []
@@ -246,14 +249,14 @@ class Aggregator(Meeting[MemberPush]):
             self._give_up((each for own in new.values() for each in own), error)
             raise
         awaited = [each.batch for own in answered.values() for some in own for each in some]
-        with self.changed:
+        with self.lock:
             for server, (version, values) in answers.items():
                 self._versions[server] = min(version, self._versions.get(server, version))
                 for batch, own in zip(new[server], values, strict=True):
                     batch.values = own
-            self.changed.notify_all()
+            self._arrived.notify_all()
             # Each is pulled by a call that has a limit, and ends with rows or an error.
-            self.changed.wait_for(
+            self._arrived.wait_for(
                 lambda: all(each.values is not None or each.error is not None for each in awaited)
             )
             for batch in awaited:
@@ -275,13 +278,13 @@ class Aggregator(Meeting[MemberPush]):
 
     def _give_up(self, new: Iterable[Batch], error: BaseException) -> None:
         """Notes that rows will not come; the next pull asks for them again."""
-        with self.changed:
+        with self.lock:
             for batch in new:
                 batch.error = error
                 for batches in self._batches.values():
                     if batch in batches:
                         batches.remove(batch)
-            self.changed.notify_all()
+            self._arrived.notify_all()
 
     @expose
     @functions.async_execution
@@ -293,7 +296,7 @@ class Aggregator(Meeting[MemberPush]):
         """
         self.check_pusher(member)
         uncounted: dict[str, list[int]] = {}
-        with self.changed, self.blaming_the_lost():
+        with self.lock, self.blaming_the_lost():
             due = self.steps.push(member, step, MemberPush(lr, seen, pushes), seen)
             future = self.await_answer(member, step)
             if due.applied:  # The rows of the step are forgotten.

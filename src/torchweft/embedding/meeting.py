@@ -54,7 +54,7 @@ class Meeting(Generic[P]):
         self.steps = steps
         self.users: Counter[int] = Counter()
         """How often each worker has opened it and not closed it, by id."""
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
         """Held for the steps and for all that follows from them."""
         self._pushers = pushers
         self._futures: dict[tuple[int, int], torch.futures.Future[Any]] = {}
@@ -146,7 +146,7 @@ class Meeting(Generic[P]):
         """Fails the pushes that wait for a worker, if it is one of a pusher."""
         for number, names in enumerate(self._pushers):
             if error.worker in names:
-                with self.changed:
+                with self.lock:
                     self._lost = self._lost or error
                     due = self.steps.lose(number)
                 self.fail(due.failed)
@@ -154,7 +154,7 @@ class Meeting(Generic[P]):
     @expose
     def missing(self) -> list[str]:
         """Returns the trainers that have not pushed the step that is applied next."""
-        with self.changed:
+        with self.lock:
             return self.steps.missing()
 
 

@@ -112,7 +112,7 @@ class Host(Pieces[GradientPush]):
         Raises:
             StepError: One could not be applied.
         """
-        with self.changed:
+        with self.lock:
             self._apply_complete()
             if self._failure is not None:
                 step = self.steps.version - 1
@@ -217,7 +217,7 @@ class Host(Pieces[GradientPush]):
         return future
 
     def _apply_soon(self, *_: object) -> None:
-        with self.changed:
+        with self.lock:
             self._apply_complete()
 
     def _apply_complete(self) -> None:
