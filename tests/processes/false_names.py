@@ -21,7 +21,7 @@ from torchweft.embedding import (
 from torchweft.embedding.server import Options
 from torchweft.errors import CheckpointError, ConfigurationError, NotAllowed
 from torchweft.hybrid.clipping import measure
-from torchweft.weights import Publisher, Subscriber, inbox
+from torchweft.weights import Publisher, Subscriber, publisher
 from torchweft.weights.versions import Version
 
 LIMIT_S = 20.0
@@ -72,16 +72,16 @@ def begin(directory: str) -> None:
     rpc.rpc_sync(HONEST, gate._enter, (made.reference, STEP))
     rpc.rpc_sync(SERVER, owner.capture, (TICKET, [], [], False))
     _kept["publisher"] = rpc.RRef(Publisher(nn.Linear(2, 1)))
-    _kept["key"] = rpc.rpc_sync(SERVER, follow, (_kept["publisher"],))
+    _kept["inbox"] = rpc.rpc_sync(SERVER, follow, (_kept["publisher"],))
     _kept["directory"] = directory
 
 
 @rpc.register
-def follow(publisher: rpc.RRef[Publisher]) -> int:
+def follow(of: rpc.RRef[Publisher]) -> rpc.RRef[Any]:
     _kept["module"] = nn.Linear(2, 1)
-    subscriber = Subscriber(publisher, _kept["module"], timeout=LIMIT_S)
+    subscriber = Subscriber(of, _kept["module"], timeout=LIMIT_S)
     _kept["subscriber"] = subscriber
-    return subscriber._key
+    return subscriber._inbox
 
 
 @rpc.register
@@ -128,8 +128,12 @@ def _push(trainer: int) -> Any:
 
 
 def _announce() -> Any:
-    life = _told("publisher").rpc_sync().subscribe(1 << 40).publisher
-    return rpc.rpc_sync(SERVER, inbox.announce, (_told("key"), Version(life, 99)))
+    life = _told("publisher").rpc_sync().subscribe(rpc.RRef(3)).publisher
+    return rpc.rpc_sync(SERVER, publisher.announce, (_told("inbox"), Version(life, 99)))
+
+
+def _unsubscribe() -> Any:
+    return _told("publisher").rpc_sync().unsubscribe(_told("inbox"))
 
 
 def _write() -> Any:
@@ -161,7 +165,9 @@ LIES: dict[str, Callable[[], Any]] = {
     "another's part is dropped": lambda: rpc.rpc_sync(SERVER, owner.drop, (TICKET,)),
     "another's part is written": _write,
     "another's version": _announce,
-    "another's subscription ends": lambda: _told("publisher").rpc_sync().unsubscribe(_told("key")),
+    "another's subscription ends": lambda: (
+        _told("publisher").rpc_sync().unsubscribe(_told("inbox"))
+    ),
 }
 NOT_USED = f"ConfigurationError: worker {LIAR!r} does not use tables"
 OUTCOMES = {
@@ -173,7 +179,6 @@ OUTCOMES = {
     "another's part is written": f"CheckpointError: worker {SERVER!r} holds nothing of this "
     f"snapshot for worker {LIAR!r}",
     "another's version": "False",
-    "another's subscription ends": "None",
 }
 """How the answers begin; those of the other lies name both workers."""
 

@@ -15,7 +15,7 @@ from torchweft import knobs, rl, rpc, weights
 from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.launch import Nursery
 from torchweft.rl import Environments, FollowingPolicy, Observers
-from torchweft.weights import Publisher, inbox
+from torchweft.weights import Publisher, publisher
 from torchweft.weights.versions import Version
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
@@ -38,16 +38,16 @@ def apart(nursery: Nursery) -> Iterator[None]:
 
 def test_a_copy_and_then_deltas() -> None:
     policy = small_walk_policy()
-    publisher = Publisher(policy.network, deltas=1)
-    publisher.publish()
-    following = FollowingPolicy(small_walk_policy, publisher, timeout_s=LIMIT_S)
+    published = Publisher(policy.network, deltas=1)
+    published.publish()
+    following = FollowingPolicy(small_walk_policy, published, timeout_s=LIMIT_S)
     with Observers(
         ["worker0"], Environments(make_walk, 2), following, steps=2, time_limit_s=LIMIT_S
     ) as observers:
         assert int(observers.round()[0].versions.min()) == 1
         with torch.no_grad():
             policy.network[0].bias[0] += 1  # type: ignore[index, union-attr, operator]
-        publisher.publish()
+        published.publish()
         found = [0]
 
         def has_come() -> bool:
@@ -55,13 +55,16 @@ def test_a_copy_and_then_deltas() -> None:
             return found[0] == 2
 
         wait_until(has_come, lambda: str(found))
-    counts = publisher.statistics()
+    counts = published.statistics()
     assert (counts.shared, counts.wholes, counts.deltas) == (0, 1, 1)
 
 
 def test_what_a_publisher_and_a_subscriber_are_sent_is_checked() -> None:
-    with pytest.raises(ArgumentTypeError, match="version of a call"):
-        rpc.rpc_sync("worker0", inbox.announce, (1, (1, 2)))
-    assert rpc.rpc_sync("worker0", inbox.announce, (77, Version(1, 2))) is False
+    with pytest.raises(ArgumentTypeError, match="inbox of a call"):
+        rpc.rpc_sync("worker0", publisher.announce, (1, Version(1, 2)))
+    observer = rpc.remote("worker0", rl.ReplayBuffer, (2,))
+    for version, message in (((1, 2), "version of a call"), (Version(1, 2), "a ReplayBuffer")):
+        with pytest.raises(ArgumentTypeError, match=message):
+            rpc.rpc_sync("worker0", publisher.announce, (observer, version))
     with pytest.raises(NotAllowed):
         rpc.rpc_sync("worker0", Publisher, (nn.Linear,))

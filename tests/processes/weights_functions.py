@@ -163,6 +163,6 @@ def _die_sending_a_delta() -> None:
 
 def die_when_switching() -> None:
     """Makes this worker die when a sampler puts a version into its model."""
-    from torchweft.weights.switching import Switch
+    from torchweft.weights.layout import Switch
 
     Switch._run = die  # type: ignore[method-assign]

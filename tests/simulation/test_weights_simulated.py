@@ -10,7 +10,7 @@ import pytest
 
 from tests.simulation.seeds import batches, name_of, try_seeds
 from tests.simulation.timeline import Timeline
-from torchweft.weights.versions import Following, Next, Offer, Offers, Version
+from torchweft.weights.versions import Following, Offer, Offers, Version
 
 WORDS = 5
 MOST_EVENTS = 20_000
@@ -144,8 +144,8 @@ class World(Timeline):
     def announce(self, sampler: Sampler, version: Version) -> None:
         self.carry_out(sampler, sampler.machine.announced(version))
 
-    def carry_out(self, sampler: Sampler, following: Next) -> None:
-        if following is Next.FETCH:
+    def carry_out(self, sampler: Sampler, is_fetch_due: bool) -> None:
+        if is_fetch_due:
             assert not sampler.is_fetching, "the bytes of the former fetch are wasted"
             sampler.is_fetching = True
             sampler.machine.fetching()
@@ -184,7 +184,7 @@ class World(Timeline):
         offer = None if cargo is None else cargo.offer
         if not machine.arrived(offer, is_shared=sampler.is_shared):
             sampler.is_fetching = False
-            self.carry_out(sampler, machine.next())
+            self.carry_out(sampler, machine.is_fetch_due)
             return
         assert cargo is not None
         is_delta = cargo.offer.base is not None
@@ -208,7 +208,7 @@ class World(Timeline):
     def update(self, sampler: Sampler) -> None:
         if sampler.has_error:
             sampler.has_error = False
-            self.carry_out(sampler, sampler.machine.next())
+            self.carry_out(sampler, sampler.machine.is_fetch_due)
         elif sampler.machine.ready is not None:
             sampler.in_use = sampler.ready
             self.carry_out(sampler, sampler.machine.took())

@@ -1,8 +1,8 @@
 """Weights by version: a trainer publishes, and samplers take over the newest when it suits them."""
 
-from torchweft.weights.errors import DeltaError, WeightsMismatch
-from torchweft.weights.inbox import announce
-from torchweft.weights.publisher import Published, Publisher
+from torchweft.weights.delta import DeltaError
+from torchweft.weights.layout import WeightsMismatch
+from torchweft.weights.publisher import Published, Publisher, announce
 from torchweft.weights.subscriber import Subscriber, Taken
 
 CALLABLES = (announce, WeightsMismatch)

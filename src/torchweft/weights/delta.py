@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from torchweft.weights.errors import DeltaError
+from torchweft.errors import WeftError
 
 Words = NDArray[np.uint16]
 
@@ -29,6 +29,10 @@ _ESCAPE = 255
 """A byte that stands for a larger number, which follows in a sequence of its own."""
 _HEAD = struct.Struct("<5I")
 """Changed words; escaped distances and differences; bytes of both compressed sequences."""
+
+
+class DeltaError(WeftError, ValueError):
+    """A delta is damaged, or was made for another base; whole weights are fetched instead."""
 
 
 class Delta(NamedTuple):

@@ -1,8 +1,9 @@
-"""The tensors of a state in one piece of memory: a version is a flat tensor, and its layout."""
+"""The tensors of a state: a version is a flat tensor and its layout, which a module takes over."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,14 +11,28 @@ from torch import Tensor, nn
 
 from torchweft.engine.codec.reducers import has_memory
 from torchweft.engine.codec.registry import rebuilds_plain
-from torchweft.errors import ArgumentTypeError
-from torchweft.weights.errors import WeightsMismatch
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 
 ALIGNMENT = 64
 """Of each tensor, in bytes: that of a line of the processor's cache."""
 
 Source = nn.Module | Mapping[str, Tensor]
 """A state: a module, or tensors by name."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class WeightsMismatch(ConfigurationError):
+    """The tensors of a state are not those of the published one; nothing has changed.
+
+    Attributes:
+        tensor: Name of the first tensor that differs.
+        missing: Published names that the state lacks.
+        unexpected: Names of the state that are not published.
+    """
+
+    tensor: str = ""
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 @rebuilds_plain
@@ -204,3 +219,73 @@ def check_shared(layout: Layout, tensors: Mapping[str, Tensor], subject: str) ->
 def _some(names: tuple[str, ...]) -> str:
     shown = ", ".join(map(repr, names[:3]))
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+# The change of a module to a version, between two of its batches
+
+
+class Switch(NamedTuple):
+    """A prepared change of a state to a version.
+
+    Attributes:
+        swaps: Parameters, and the memory that they are to use.
+        copies: Tensors that keep their memory, and their new values.
+    """
+
+    swaps: list[tuple[Tensor, Tensor]]
+    copies: list[tuple[Tensor, Tensor]]
+
+    def run(self) -> BaseException | None:
+        """Makes the whole change, also when it is interrupted; returns the interrupt."""
+        try:
+            self._run()
+        except BaseException as interrupt:
+            self._run()  # Nothing is left half way: all steps can be repeated.
+            return interrupt
+        return None
+
+    def _run(self) -> None:
+        # Tensors that were made in this mode can be written only in it, and others in it as well.
+        with torch.inference_mode():
+            for target, value in self.copies:
+                target.copy_(value)
+            for target, value in self.swaps:
+                target.data = value
+
+
+def prepare(
+    targets: Mapping[str, Tensor], values: Mapping[str, Tensor], *, in_place: bool
+) -> Switch:
+    """Returns the change of a state to new values.
+
+    Parameters on the CPU take the memory of the values. Buffers, which a module may write, tensors
+    of a dict, those that were made in inference mode, and those on other devices keep theirs.
+
+    Raises:
+        WeightsMismatch: Two names are one tensor here, and their values differ.
+    """
+    swaps: list[tuple[Tensor, Tensor]] = []
+    copies: list[tuple[Tensor, Tensor]] = []
+    firsts: dict[int, str] = {}
+    for name, target in targets.items():
+        first = firsts.setdefault(id(target), name)
+        if first != name:
+            if not _is_equal(values[first], values[name]):
+                raise WeightsMismatch(
+                    f"{first!r} and {name!r} are one tensor of the subscriber, and have different "
+                    "values at the publisher; publisher and subscriber need the same model",
+                    tensor=name,
+                )
+            continue
+        is_swapped = not in_place and isinstance(target, nn.Parameter)
+        is_swapped = is_swapped and target.device == values[name].device
+        is_swapped = is_swapped and not target.is_inference()  # It would be of both modes then.
+        (swaps if is_swapped else copies).append((target, values[name]))
+    return Switch(swaps, copies)
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors have the same bytes."""
+    if one.data_ptr() == other.data_ptr():
+        return True
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))

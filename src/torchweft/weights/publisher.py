@@ -2,32 +2,126 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import secrets
 import threading
 import time
+import weakref
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from torchweft import memory
 from torchweft.arguments import wrong_type
 from torchweft.engine.channels.device_copies import GpuCalls
 from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
-from torchweft.errors import CallTimeout, ConfigurationError, SerializationError, UnknownWorker
-from torchweft.rpc import detached, expose, rpc_async
-from torchweft.rpc.current_call import caller, check_types
+from torchweft.errors import (
+    ArgumentTypeError,
+    CallTimeout,
+    ConfigurationError,
+    NotInitialized,
+    SerializationError,
+)
+from torchweft.rpc import RRef, detached, expose, rpc_async
+from torchweft.rpc.current_call import caller, check_caller, check_types
 from torchweft.rpc.futures import Future
-from torchweft.weights import delta, inbox
+from torchweft.weights import delta
 from torchweft.weights.layout import Layout, Source, check_same, check_shared, layout_of, tensors_of
-from torchweft.weights.storage import Memory, Storage
 from torchweft.weights.versions import Offer, Offers, Version
 
+_log = logging.getLogger("torchweft")
 _ANNOUNCE_S = 60.0
 """The time limit of an announcement; a worker that is silent for so long is lost in most groups."""
 _WORTH = 0.5
 """The largest share of the whole weights that a delta may have."""
+
+
+# The memory of versions. Memory that was never written has no pages yet. To find and clear them
+# takes several times as long as the copy of the weights into it. So the memory of the next version
+# is made before it is needed.
+
+
+class Memory(NamedTuple):
+    """The memory of a version.
+
+    Attributes:
+        tensor: Bytes, of shape ``(size_bytes,)``.
+        is_shared: Whether the workers of this host can map it.
+    """
+
+    tensor: Tensor
+    is_shared: bool
+
+
+class Storage:
+    """Makes the memory of versions of one size. Thread-safe.
+
+    Args:
+        agent: The agent of this worker.
+        size_bytes: Bytes of a version.
+        is_pinned: Whether to page-lock the memory where that is possible, for copies from GPUs.
+    """
+
+    def __init__(self, agent: Agent, size_bytes: int, *, is_pinned: bool = False) -> None:
+        self._agent = agent
+        self._size_bytes = size_bytes
+        self._is_pinned = is_pinned
+        self._preparing = threading.Lock()
+        self._spare: Memory | None = None
+        self._has_warned = False
+
+    @property
+    def prepared(self) -> Memory | None:
+        """The memory of the next version, if it is ready."""
+        return self._spare
+
+    def prepare_soon(self) -> None:
+        """Has a thread of the worker make the memory of the next version; does not block."""
+        self._agent.reactor.submit_task(self._prepare)
+
+    def _prepare(self, _: object, __: object) -> None:
+        with self._preparing:
+            if self._spare is None:
+                # Where there is none now, there may be some when it is needed.
+                with contextlib.suppress(MemoryError, NotInitialized):
+                    self._spare = self._shared()
+
+    def take(self, agent: Agent) -> Memory:
+        """Returns memory for a version; waits if it is being made.
+
+        Args:
+            agent: The agent of this worker now; it may have joined another group.
+        """
+        with self._preparing:
+            if agent is not self._agent:
+                self._agent, self._spare = agent, None
+            spare, self._spare = self._spare, None
+        if spare is not None:
+            return spare
+        try:
+            return self._shared()
+        except MemoryError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("weights are sent as copies, also on this host: %s", error)
+            leased = agent.pool.lease(self._size_bytes)
+            return Memory(torch.frombuffer(leased, dtype=torch.uint8), False)
+
+    def _shared(self) -> Memory:
+        if self._is_pinned:
+            # Without the lock, copies take longer.
+            with contextlib.suppress(MemoryError):
+                made = memory.shared_empty(self._size_bytes, dtype=torch.uint8, pin_memory=True)
+                return Memory(made, True)
+        return Memory(memory.shared_empty(self._size_bytes, dtype=torch.uint8), True)
+
+
+# Messages to subscribers
 
 
 @rebuilds_plain
@@ -87,13 +181,41 @@ class Sent(NamedTuple):
     checksum: int = 0
 
 
+class Inbox:
+    """Where announcements reach a subscriber; a publisher has a reference to it.
+
+    Args:
+        subscriber: The ``Subscriber``, which the publisher does not keep alive.
+    """
+
+    def __init__(self, subscriber: Any) -> None:
+        self.subscriber = weakref.ref(subscriber)
+
+
+def announce(inbox: RRef[Inbox], version: Version) -> bool:
+    """Tells a subscriber of this worker of a version of the caller.
+
+    Returns:
+        Whether it follows the caller. A publisher that it follows no more has not been told yet:
+        that is no error.
+    """
+    check_types(inbox=(inbox, RRef), version=(version, Version))
+    held = inbox.local_value()
+    if not isinstance(held, Inbox):
+        raise ArgumentTypeError(f"a version was announced to a {type(held).__name__}")
+    subscriber = held.subscriber()
+    if subscriber is None or not subscriber.follows(caller().id):
+        return False
+    subscriber.announced(version)
+    return True
+
+
 class _Subscription:
     """A subscriber, and the last version of which it was told."""
 
-    def __init__(self, worker: str, key: int) -> None:
-        self.worker = worker
-        self.key = key
-        self.told = 0
+    def __init__(self, inbox: RRef[Inbox], told: int) -> None:
+        self.inbox = inbox
+        self.told = told
         self.is_being_told = False
 
 
@@ -158,7 +280,7 @@ class Publisher:
         self._storage = Storage(agent, self._layout.size_bytes, is_pinned=is_on_gpu)
         self._kept: dict[int, Memory] = {}
         self._deltas: dict[tuple[int, int], delta.Delta | None] = {}
-        self._subscriptions: dict[tuple[str, int], _Subscription] = {}
+        self._subscriptions: dict[object, _Subscription] = {}
         self._counts = Published()
         self._storage.prepare_soon()
 
@@ -241,22 +363,22 @@ class Publisher:
             if is_there:
                 self._tell(subscription)
             else:
-                self._forget(subscription.worker, subscription.key)
+                self._forget(subscription.inbox)
 
         try:
             with detached():
-                args = (subscription.key, newest)
+                inbox = subscription.inbox
                 future: Future[bool] = rpc_async(
-                    subscription.worker, inbox.announce, args, timeout=_ANNOUNCE_S
+                    inbox.owner(), announce, (inbox, newest), timeout=_ANNOUNCE_S
                 )
         except Exception:  # It is lost, or this worker leaves.
-            self._forget(subscription.worker, subscription.key)
+            self._forget(subscription.inbox)
             return
         future.add_done_callback(told)
 
-    def _forget(self, worker: str, key: int) -> None:
+    def _forget(self, inbox: RRef[Inbox]) -> None:
         with self._lock:
-            self._subscriptions.pop((worker, key), None)
+            self._subscriptions.pop(inbox.id, None)
 
     # Called by subscribers: each speaks for its own worker
 
@@ -266,22 +388,20 @@ class Publisher:
         return self.version
 
     @expose
-    def subscribe(self, key: int) -> Terms:
+    def subscribe(self, inbox: RRef[Inbox]) -> Terms:
         """Adds a subscriber of the caller."""
-        check_types(key=(key, int))
-        worker = caller().name
+        _check_own(inbox)
         with self._lock:
-            for each in [each for each in self._subscriptions if _is_gone(each[0])]:
-                del self._subscriptions[each]  # Else only the next version would find out.
             newest = self._offers.newest
-            added = self._subscriptions[worker, key] = _Subscription(worker, key)
-            added.told = 0 if newest is None else newest.number
+            told = 0 if newest is None else newest.number
+            self._subscriptions[inbox.id] = _Subscription(inbox, told)
         return Terms(self._layout, self._life, self._has_deltas, newest)
 
     @expose
-    def unsubscribe(self, key: int) -> None:
+    def unsubscribe(self, inbox: RRef[Inbox]) -> None:
         """Removes a subscriber of the caller; does nothing if there is no such."""
-        self._forget(caller().name, key)
+        _check_own(inbox)
+        self._forget(inbox)
 
     @expose
     def fetch(self, have: Version | None) -> Sent | None:
@@ -326,12 +446,9 @@ class Publisher:
             return found
 
 
-def _is_gone(worker: str) -> bool:
-    """Whether a worker has left or is lost."""
-    try:
-        return current().find(worker).is_over
-    except UnknownWorker:
-        return True
+def _check_own(inbox: Any) -> None:
+    check_types(inbox=(inbox, RRef))
+    check_caller((inbox.owner_name(),), "change a subscription of another worker")
 
 
 def _lends_to(peer: Peer) -> bool:

@@ -21,15 +21,14 @@ from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, Wo
 from torchweft.rpc import RRef, on_worker_lost
 from torchweft.rpc.futures import Future, ignore_errors
 from torchweft.rpc.worker import current_worker
-from torchweft.weights import delta, inbox
-from torchweft.weights.errors import DeltaError
-from torchweft.weights.layout import Layout, Source, check_same, tensors_of
-from torchweft.weights.publisher import Publisher, Sent, words_of
-from torchweft.weights.switching import prepare
-from torchweft.weights.versions import Following, Next, Version
+from torchweft.weights import delta
+from torchweft.weights.delta import DeltaError
+from torchweft.weights.layout import Layout, Source, check_same, prepare, tensors_of
+from torchweft.weights.publisher import Inbox, Publisher, Sent, announce, words_of
+from torchweft.weights.versions import Following, Version
 
 _log = logging.getLogger("torchweft")
-_ANNOUNCE = f"{inbox.__name__}:{inbox.announce.__name__}".encode()
+_ANNOUNCE = f"{announce.__module__}:{announce.__name__}".encode()
 
 
 class Taken(NamedTuple):
@@ -114,7 +113,7 @@ class Subscriber(Closing):
         self.lost: WorkerLost | None = None
         """The loss of the publisher; None while it lives."""
         self._layout: Layout
-        self._key = inbox.enter(self)
+        self._inbox = RRef(Inbox(self))
         self._publisher: RRef[Publisher] | None = None
         self._asked = -1
         """Id of the worker whose publisher was asked last."""
@@ -151,12 +150,12 @@ class Subscriber(Closing):
         calls = reference.rpc_sync(timeout=self._timeout_s)
         # Before the call: an announcement may outrun its answer.
         self._asked = reference.id.owner
-        terms = calls.subscribe(self._key)
+        terms = calls.subscribe(self._inbox)
         try:
             self._check(terms.layout, targets)
         except BaseException:
             if reference is not self._publisher:
-                ignore_errors(reference.rpc_async().unsubscribe(self._key))
+                ignore_errors(reference.rpc_async().unsubscribe(self._inbox))
             raise
         with self._changed:
             if self._finalize is not None:
@@ -164,7 +163,9 @@ class Subscriber(Closing):
             forget = on_worker_lost(
                 functools.partial(_tell_loss, weakref.ref(self), reference.owner_name())
             )
-            self._finalize = weakref.finalize(self, _end, self._agent, forget, reference, self._key)
+            self._finalize = weakref.finalize(
+                self, _end, self._agent, forget, reference, self._inbox
+            )
             self._finalize.atexit = False
             self._publisher = reference
             self._keeps_memory = terms.has_deltas
@@ -188,9 +189,9 @@ class Subscriber(Closing):
         with self._changed:
             self._go_on(self._following.announced(version))
 
-    def _go_on(self, following: Next) -> None:
+    def _go_on(self, is_fetch_due: bool) -> None:
         """Starts the next fetch; under the lock."""
-        if following is Next.REST or self._is_closed or self._publisher is None:
+        if not is_fetch_due or self._is_closed or self._publisher is None:
             return
         self._following.fetching()
         self._fetch_number += 1
@@ -233,7 +234,7 @@ class Subscriber(Closing):
             )
             base, layout = self._memory, self._layout
             if sent is None or not is_usable:
-                self._go_on(self._following.next())
+                self._go_on(self._following.is_fetch_due)
                 return
         ready = None
         try:
@@ -330,7 +331,7 @@ class Subscriber(Closing):
             with self._changed:
                 error, self._error = self._error, None
                 if error is not None:
-                    self._go_on(self._following.next())
+                    self._go_on(self._following.is_fetch_due)
                     raise error
                 ready = self._ready
                 if ready is None or targets is None:
@@ -393,7 +394,6 @@ class Subscriber(Closing):
             self._publisher = None
             self._changed.notify_all()
             self._ready = self._memory = None
-        inbox.leave(self._key)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -429,13 +429,15 @@ def _tell_loss(of: weakref.ref[Subscriber], publisher: str, error: WorkerLost) -
         subscriber._publisher_lost(error)
 
 
-def _end(agent: Agent, forget: Callable[[], None], publisher: RRef[Publisher], key: int) -> None:
+def _end(
+    agent: Agent, forget: Callable[[], None], publisher: RRef[Publisher], inbox: RRef[Inbox]
+) -> None:
     """Ends a subscription, as a task: a finalizer may run anywhere."""
 
     def end(_: object, __: object) -> None:
         forget()
         try:
-            ignore_errors(publisher.rpc_async().unsubscribe(key))
+            ignore_errors(publisher.rpc_async().unsubscribe(inbox))
         except Exception:
             pass  # The publisher is lost, or this worker has left.
 

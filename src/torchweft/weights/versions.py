@@ -12,7 +12,6 @@ See ``docs/protocols/weights.md``. Both machines know versions, not their bytes.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from typing import NamedTuple
 
@@ -57,8 +56,6 @@ class Offers:
         number: That of the newest version.
     """
 
-    __slots__ = ("_bases", "_is_base", "_kept", "_publisher", "number")
-
     def __init__(self, publisher: int, after: int, bases: int) -> None:
         self._publisher = publisher
         self.number = after
@@ -101,44 +98,26 @@ class Offers:
             return Offer(newest, None)
         # The subscriber will have it, and deltas against it will be worth their memory.
         self._is_base = bool(self._bases)
-        is_kept = have is not None and have.publisher == self._publisher
-        is_kept = is_kept and have is not None and have.number in self._kept
-        return Offer(newest, have if is_kept else None)
-
-
-class Next(enum.Enum):
-    """The next action of a subscriber."""
-
-    REST = enum.auto()
-    """Nothing, until an event."""
-    FETCH = enum.auto()
-    """Ask the publisher for its newest version."""
+        kept = [Version(self._publisher, number) for number in self._kept]
+        return Offer(newest, have if have in kept else None)
 
 
 class Following:
     """The versions of one subscriber. Not thread-safe.
+
+    An event returns whether the publisher is to be asked for its newest version now.
 
     Attributes:
         current: The version in use; None before the first.
         ready: A version that is whole and may be taken over.
     """
 
-    __slots__ = (
-        "_announced",
-        "_asked_for",
-        "_is_fetching",
-        "_is_shared",
-        "_is_whole_due",
-        "_publisher",
-        "current",
-        "ready",
-    )
-
     def __init__(self) -> None:
         self.current: Version | None = None
         self.ready: Version | None = None
         self._publisher = 0
         self._announced: dict[int, int] = {}
+        """By publisher, the newest number that was announced and has not arrived."""
         self._asked_for = 0
         self._is_fetching = False
         self._is_shared = False
@@ -150,21 +129,26 @@ class Following:
         return None if self._is_whole_due or self.ready is not None else self.current
 
     @property
-    def _is_announced(self) -> bool:
-        return bool(self._announced.get(self._publisher))
+    def is_fetch_due(self) -> bool:
+        """Whether the publisher is to be asked for its newest version now."""
+        is_announced = self._announced.get(self._publisher, 0) > 0
+        if self._is_fetching or not (is_announced or self._is_whole_due):
+            return False
+        # Further bytes that may never be used are worth their way only where none are copied.
+        return self.ready is None or self._is_shared
 
-    def announced(self, version: Version) -> Next:
+    def announced(self, version: Version) -> bool:
         """A publisher has a version. Announcements may come late, or before ``followed``."""
         number = max(self._announced.get(version.publisher, 0), version.number)
         self._announced[version.publisher] = number
-        return self.next()
+        return self.is_fetch_due
 
-    def followed(self, publisher: int) -> Next:
+    def followed(self, publisher: int) -> bool:
         """This publisher is asked from now on; answers of another one are dropped."""
         self._publisher = publisher
         self._announced = {publisher: self._announced.get(publisher, 0)}
         self._is_fetching = self._is_whole_due = False
-        return self.next()
+        return self.is_fetch_due
 
     def fetching(self) -> None:
         """The publisher has been asked."""
@@ -175,11 +159,9 @@ class Following:
         """The answer has come; returns whether its bytes may be used."""
         self._is_shared = is_shared
         if offer is None:
-            self._is_fetching = False
             # Nothing newer was there; an announcement may have overtaken this answer.
-            if self._announced.get(self._publisher, 0) <= self._asked_for:
-                self._announced.pop(self._publisher, None)
-            self._is_whole_due = False
+            self._forget_announced(self._asked_for)
+            self._is_whole_due = self._is_fetching = False
             return False
         if offer.base is not None and offer.base != self.have:
             self._is_fetching = False
@@ -187,32 +169,28 @@ class Following:
             return False
         return True  # The fetch is over when they are checked.
 
-    def checked(self, version: Version, *, is_good: bool) -> Next:
+    def checked(self, version: Version, *, is_good: bool) -> bool:
         """All bytes of a version that arrived are in place; a delta may have proven wrong."""
         self._is_fetching = False
         self._is_whole_due = not is_good
         if is_good:
             self.ready = version
-            if self._announced.get(version.publisher, 0) <= version.number:
-                self._announced.pop(self._publisher, None)
-        return self.next()
+            self._forget_announced(version.number)
+        return self.is_fetch_due
+
+    def _forget_announced(self, number: int) -> None:
+        if self._announced.get(self._publisher, 0) <= number:
+            self._announced.pop(self._publisher, None)
 
     def failed(self) -> None:
         """The question had no answer: its publisher is lost, or the call failed.
 
-        Its subscriber asks ``next`` when it has told its user.
+        Its subscriber looks at ``is_fetch_due`` when it has told its user.
         """
         self._is_fetching = False
 
-    def took(self) -> Next:
+    def took(self) -> bool:
         """The version that was ready is in use, and the former no more."""
         assert self.ready is not None
         self.current, self.ready = self.ready, None
-        return self.next()
-
-    def next(self) -> Next:
-        """Returns what is to be done now."""
-        if self._is_fetching or (not self._is_announced and not self._is_whole_due):
-            return Next.REST
-        # Further bytes that may never be used are worth their way only where none are copied.
-        return Next.REST if self.ready is not None and not self._is_shared else Next.FETCH
+        return self.is_fetch_due

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.weights import WeightsMismatch
-from torchweft.weights.layout import tensors_of
-from torchweft.weights.switching import prepare
+from torchweft.weights.layout import prepare, tensors_of
 
 
 def model_and_values() -> tuple[nn.Module, dict[str, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchweft.weights.versions import Following, Next, Offer, Offers, Version
+from torchweft.weights.versions import Following, Offer, Offers, Version
 
 
 def version(number: int, publisher: int = 7) -> Version:
@@ -77,13 +77,13 @@ def take(following: Following, number: int, *, is_shared: bool = False, base: in
 
 def test_copies_are_fetched_one_ahead() -> None:
     following = follow()
-    assert following.announced(version(1)) is Next.FETCH
+    assert following.announced(version(1))
     following.fetching()
-    assert following.announced(version(2)) is Next.REST, "a fetch is under way"
+    assert not following.announced(version(2)), "a fetch is under way"
     assert following.arrived(Offer(version(2), None), is_shared=False)
-    assert following.checked(version(2), is_good=True) is Next.REST
-    assert following.announced(version(3)) is Next.REST, "version 2 waits to be used"
-    assert following.took() is Next.FETCH
+    assert not following.checked(version(2), is_good=True)
+    assert not following.announced(version(3)), "version 2 waits to be used"
+    assert following.took()
     assert (following.current, following.ready) == (version(2), None)
 
 
@@ -91,10 +91,10 @@ def test_what_is_shared_is_replaced_while_it_waits() -> None:
     following = follow()
     following.announced(version(1))
     take(following, 1, is_shared=True)
-    assert following.announced(version(2)) is Next.FETCH
+    assert following.announced(version(2))
     take(following, 2, is_shared=True)
     assert following.ready == version(2)
-    assert following.took() is Next.REST
+    assert not following.took()
 
 
 @pytest.mark.parametrize("publisher", [7, 8])
@@ -107,7 +107,7 @@ def test_a_delta_against_another_version_is_refused(publisher: int) -> None:
     following.fetching()
     base = version(4) if publisher == 7 else version(5, publisher)
     assert not following.arrived(Offer(version(9), base), is_shared=False)
-    assert following.next() is Next.FETCH
+    assert following.is_fetch_due
     assert following.have is None, "whole weights are asked for"
     assert following.current == version(5)
 
@@ -121,7 +121,7 @@ def test_a_damaged_delta_is_followed_by_whole_weights() -> None:
     following.announced(version(2))
     following.fetching()
     assert following.arrived(Offer(version(2), version(1)), is_shared=False)
-    assert following.checked(version(2), is_good=False) is Next.FETCH
+    assert following.checked(version(2), is_good=False)
     assert following.have is None
     take(following, 2)
     following.took()
@@ -133,9 +133,9 @@ def test_a_failed_fetch_is_made_again() -> None:
     following.announced(version(1))
     following.fetching()
     following.failed()
-    assert following.next() is Next.FETCH
+    assert following.is_fetch_due
     take(following, 1)
-    assert following.next() is Next.REST
+    assert not following.is_fetch_due
 
 
 def test_another_publisher_may_count_from_a_smaller_number() -> None:
@@ -144,13 +144,13 @@ def test_another_publisher_may_count_from_a_smaller_number() -> None:
     take(following, 60)
     following.took()
     following.followed(8)
-    assert following.announced(version(50, 8)) is Next.FETCH
+    assert following.announced(version(50, 8))
     following.fetching()
     assert following.arrived(Offer(version(50, 8), None), is_shared=False)
-    assert following.checked(version(50, 8), is_good=True) is Next.REST
+    assert not following.checked(version(50, 8), is_good=True)
     following.took()
     assert following.current == version(50, 8)
-    assert following.announced(version(61)) is Next.REST, "late, of the former one"
+    assert not following.announced(version(61)), "late, of the former one"
 
 
 def test_an_answer_without_a_version_waits_for_the_next_announcement() -> None:
@@ -158,16 +158,16 @@ def test_an_answer_without_a_version_waits_for_the_next_announcement() -> None:
     following.announced(version(1))
     following.fetching()
     assert not following.arrived(None, is_shared=False)
-    assert following.next() is Next.REST
+    assert not following.is_fetch_due
 
 
 def test_an_announcement_that_overtakes_such_an_answer_counts() -> None:
     following = follow()
     following.announced(version(1))
     following.fetching()
-    assert following.announced(version(2)) is Next.REST
+    assert not following.announced(version(2))
     assert not following.arrived(None, is_shared=False)
-    assert following.next() is Next.FETCH
+    assert following.is_fetch_due
 
 
 def test_a_publisher_without_a_version_is_not_asked_again_for_whole_weights() -> None:
@@ -175,23 +175,23 @@ def test_a_publisher_without_a_version_is_not_asked_again_for_whole_weights() ->
     following.announced(version(1))
     following.fetching()
     assert following.arrived(Offer(version(1), None), is_shared=False)
-    assert following.checked(version(1), is_good=False) is Next.FETCH
+    assert following.checked(version(1), is_good=False)
     following.fetching()
     assert not following.arrived(None, is_shared=False)
-    assert following.next() is Next.REST
+    assert not following.is_fetch_due
 
 
 def test_an_announcement_that_outruns_the_subscription_counts() -> None:
     following = Following()
-    assert following.announced(version(1)) is Next.REST
-    assert following.followed(7) is Next.FETCH
+    assert not following.announced(version(1))
+    assert following.followed(7)
 
 
 def test_nothing_is_fetched_while_bytes_that_arrived_are_put_in_place() -> None:
     following = follow()
-    assert following.announced(version(1)) is Next.FETCH
+    assert following.announced(version(1))
     following.fetching()
     assert following.arrived(Offer(version(1), None), is_shared=False)
-    assert following.announced(version(2)) is Next.REST
-    assert following.checked(version(1), is_good=True) is Next.REST
-    assert following.took() is Next.FETCH
+    assert not following.announced(version(2))
+    assert not following.checked(version(1), is_good=True)
+    assert following.took()

@@ -140,7 +140,7 @@ def test_what_others_call_of_a_package_is_in_its_list() -> None:
     }
     packages = tuple(f"torchweft.{name}." for name in LISTED)
     sent = {name for name, _ in functions_sent() if name.startswith(packages)}
-    assert {"torchweft.embedding.server:set_up", "torchweft.weights.inbox:announce"} <= sent
+    assert {"torchweft.embedding.server:set_up", "torchweft.weights.publisher:announce"} <= sent
     assert not sent - listed, "add them to CALLABLES of their package"
     functions = {name for name in listed if isinstance(resolve(name.encode()), FunctionType)}
     functions -= {name for name in functions if name.startswith("torchweft.checkpoint.gate:")}
