@@ -1,7 +1,6 @@
 """Reinforcement learning: many observers, one agent that decides for all, and a learner."""
 
-from torchweft.rl.agent import Agent, RemotePolicy
-from torchweft.rl.draws import categorical, epsilon_greedy, uniform
+from torchweft.rl.agent import Agent, FollowingPolicy, RemotePolicy
 from torchweft.rl.environments import Environments
 from torchweft.rl.errors import (
     AgentLost,
@@ -17,13 +16,18 @@ from torchweft.rl.errors import (
     WrongActions,
     WrongObservations,
 )
-from torchweft.rl.following import FollowingPolicy
+from torchweft.rl.learner import Observers
 from torchweft.rl.observer import Observer
-from torchweft.rl.observers import Observers
-from torchweft.rl.policies import Decision, LocalPolicy, Policy
+from torchweft.rl.policies import (
+    Decision,
+    LocalPolicy,
+    Policy,
+    categorical,
+    epsilon_greedy,
+    uniform,
+)
 from torchweft.rl.replay import ReplayBuffer, Sample, SumTree
-from torchweft.rl.trajectories import Episode, Trajectory, join
-from torchweft.rl.vtrace import VTrace, v_trace
+from torchweft.rl.trajectories import Episode, Trajectory, VTrace, join, v_trace
 
 CALLABLES = (
     *(Observer, ReplayBuffer, BadPriority, ColumnsMismatch, NotEnough, ReplayError),

@@ -283,9 +283,9 @@ class _Native:
     def step(self, actions: Array) -> Stepped:
         observations, rewards, terminated, truncated, _ = self._environment.step(actions)
         is_reset, self._has_ended = self._has_ended, terminated | truncated
-        rewards = np.asarray(rewards, np.float32)
-        # Some environments return the same arrays again and again.
-        return Stepped(observations.copy(), rewards, terminated, truncated, is_reset, {})
+        # Copies: some environments return the same arrays again and again.
+        ends = np.array(terminated), np.array(truncated)
+        return Stepped(observations.copy(), np.array(rewards, np.float32), *ends, is_reset, {})
 
     def close(self) -> None:
         _close(self._environment)

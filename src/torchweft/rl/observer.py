@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.rl.agent import FollowingPolicy
 from torchweft.rl.environments import (
     Array,
     Environments,
@@ -21,9 +28,7 @@ from torchweft.rl.environments import (
     described,
 )
 from torchweft.rl.errors import WrongActions, WrongObservations
-from torchweft.rl.following import FollowingPolicy
 from torchweft.rl.policies import DECISIONS, NUMBER, STARTS, Decision, Policy
-from torchweft.rl.programs import program_of
 from torchweft.rl.trajectories import Collected, Episode, Trajectory
 from torchweft.rpc import RRef, expose
 from torchweft.rpc.current_call import check_types, refuse, serves_another_strictly
@@ -100,7 +105,7 @@ class Observer:
             if isinstance(self._policy, FollowingPolicy):
                 self._policy.begin_trajectory()
             for half in self._halves:
-                half.begin(steps)
+                half.begin()
                 half.ask(self._policy)
             for step in range(steps):
                 for half in self._halves:
@@ -147,44 +152,37 @@ def _check_made(make: Any) -> None:
 
 
 class _Half:
-    """Environments that step together, and the part of a trajectory that they fill."""
+    """Environments that step together, and their steps since the trajectory began."""
 
     def __init__(self, group: Group, observer: str) -> None:
         self.group = group
         self.size = len(group.numbers)
         self.has_failed = True  # Episodes begin with the first trajectory.
+        self.observations: Array
         self._observer = observer
         self._who = np.zeros((self.size, 3), np.int64)
         self._who[:, NUMBER] = group.numbers
-        self._observations: Array
         self._pending: Any = None
         self._rewards = np.zeros(self.size)
         self._lengths = np.zeros(self.size, np.int64)
         self._action_shape = (self.size, *(group.spaces[1].shape or ()))
 
-    def begin(self, steps: int) -> None:
+    def begin(self) -> None:
         """Begins a trajectory; the episodes go on, unless the last one failed."""
         if self.has_failed:
             with self._named():
-                self._observations = self.group.reset()
+                self.observations = self.group.reset()
             self._who[:, STARTS] = 1
             self._rewards[:] = 0
             self._lengths[:] = 0
             self.has_failed = False
-        shape = (steps, self.size)
-        self.observations = np.empty(
-            (*shape, *self._observations.shape[1:]), self._observations.dtype
-        )
-        self.rewards = np.empty(shape, np.float32)
-        self.terminated, self.truncated, self.valid, self.starts = np.empty((4, *shape), np.bool_)
-        self.versions = np.empty(shape, np.int64)
-        self.decisions: list[Decision] = []
+        self._taken: list[tuple[Array, Array, Decision, Stepped]] = []
         self.finals: list[tuple[int, int, Array]] = []
         self.episodes: list[tuple[int, Episode]] = []
 
     def ask(self, policy: Policy) -> None:
         """Asks for actions from the present observations."""
-        observations = torch.from_numpy(self._observations)
+        observations = torch.from_numpy(self.observations)
         who = torch.from_numpy(self._who.copy())
         begin = getattr(policy, "begin", None)
         with self._named():
@@ -197,21 +195,33 @@ class _Half:
             decision = pending if isinstance(pending, Decision) else pending.wait()
             decision = decision.on_host()
         self._check(decision)
-        self.observations[step] = self._observations
-        self.starts[step] = self._who[:, STARTS]
-        self.versions[step] = decision.version
-        self.decisions.append(decision)
         with self._named():
             found = self.group.step(decision.actions.numpy())
-        self.rewards[step] = found.rewards
-        self.terminated[step] = found.terminated
-        self.truncated[step] = found.truncated
-        self.valid[step] = ~found.is_reset
-        for column, observation in found.finals.items():
-            self.finals.append((step, column, observation))
-        self._observations = found.observations
+        self._taken.append((self.observations, self._who[:, STARTS] > 0, decision, found))
+        self.finals += [(step, column, each) for column, each in found.finals.items()]
+        self.observations = found.observations
         self._who[:, DECISIONS] += 1
         self._count(step, found)
+
+    def columns(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns the steps by field of a trajectory, and the outputs of the policy; time first."""
+        observations, starts, decisions, found = zip(*self._taken, strict=True)
+        arrays = {
+            "observations": observations,
+            "rewards": [each.rewards for each in found],
+            "terminated": [each.terminated for each in found],
+            "truncated": [each.truncated for each in found],
+            "valid": [~each.is_reset for each in found],
+            "starts": starts,
+            "versions": [np.full(self.size, each.version) for each in decisions],
+        }
+        fields = {name: torch.from_numpy(np.stack(steps)) for name, steps in arrays.items()}
+        fields["actions"] = torch.stack([each.actions for each in decisions])
+        outputs = {
+            name: torch.stack([each.outputs[name] for each in decisions])
+            for name in decisions[0].outputs
+        }
+        return fields, outputs
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -255,14 +265,7 @@ class _Half:
 
 
 def _trajectory(observer: str, number: int, halves: list[_Half]) -> Trajectory:
-    def joined(name: str) -> Tensor:
-        parts = [torch.from_numpy(getattr(half, name)) for half in halves]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def decided(part: Any) -> Tensor:
-        parts = [torch.stack([part(each) for each in half.decisions]) for half in halves]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
+    fields, outputs = zip(*(half.columns() for half in halves), strict=True)
     size = halves[0].size
     # In the order of steps and environments, as if there were no halves.
     finals = sorted(
@@ -274,10 +277,8 @@ def _trajectory(observer: str, number: int, halves: list[_Half]) -> Trajectory:
         key=lambda final: final[:2],
     )
     episodes = sorted(pair for half in halves for pair in half.episodes)
-    last = torch.cat([torch.from_numpy(half._observations) for half in halves])
-    ends = torch.tensor([each[:2] for each in finals], dtype=torch.int64, device="cpu").reshape(
-        -1, 2
-    )
+    last = torch.cat([torch.from_numpy(half.observations) for half in halves])
+    places = torch.tensor([each[:2] for each in finals], dtype=torch.int64, device="cpu")
     final = last.new_empty((0, *last.shape[1:]))
     if finals:
         final = torch.from_numpy(np.stack([each[2] for each in finals]))
@@ -285,20 +286,126 @@ def _trajectory(observer: str, number: int, halves: list[_Half]) -> Trajectory:
         observer=observer,
         number=number,
         environments=torch.from_numpy(np.concatenate([half.group.numbers for half in halves])),
-        observations=joined("observations"),
-        actions=decided(lambda each: each.actions),
-        rewards=joined("rewards"),
-        terminated=joined("terminated"),
-        truncated=joined("truncated"),
-        valid=joined("valid"),
-        starts=joined("starts"),
-        versions=joined("versions"),
-        outputs={
-            name: decided(lambda each, name=name: each.outputs[name])
-            for name in halves[0].decisions[0].outputs
-        },
+        outputs=_side_by_side(outputs),
         last_observations=last,
-        final_places=ends,
+        final_places=places.reshape(-1, 2),
         final_observations=final,
         episodes=[episode for _, episode in episodes],
+        **_side_by_side(fields),
     )
+
+
+def _side_by_side(parts: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+    if len(parts) == 1:
+        return parts[0]
+    return {name: torch.cat([each[name] for each in parts], dim=1) for name in parts[0]}
+
+
+# Versions of programs: whether two processes have loaded the same code
+
+_PLAIN = (int, float, str, bytes, bool, type(None))
+
+
+def program_of(make: str | Callable[..., Any], asked: Any = None) -> str:
+    """Returns the version of the code that makes environments, as this process has loaded it.
+
+    That of a function is a digest of its module. It changes with the code of functions and methods
+    of the module, and with its plain constants; it does not with comments. Of a partial function, a
+    method, an object, or a function that wraps another, all these modules count. A function of the
+    main program travels by value, so it has the same version everywhere. A name has the version of
+    gymnasium.
+
+    Args:
+        make: The function, or the name of environments.
+        asked: What observers ask. The function that makes a ``FollowingPolicy`` counts as well.
+
+    Returns:
+        The version; empty for a name if this process has no gymnasium.
+    """
+    found = _version_of_name(make) if isinstance(make, str) else _digest(make)
+    if found and isinstance(asked, FollowingPolicy):
+        found += f", policy {_digest(asked.make)}"
+    return found
+
+
+def _version_of_name(name: str) -> str:
+    try:
+        return f"{name} of gymnasium {metadata.version('gymnasium')}"
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _digest(function: Callable[..., Any]) -> str:
+    names = sorted({name for name in _modules(function, set()) if name in sys.modules})
+    names = [name for name in names if name not in ("__main__", "builtins")]
+    if not names:
+        return "by value"
+    digest = hashlib.sha256()
+    for name in names:
+        for part in _parts(vars(sys.modules[name]), name, set()):
+            digest.update(part.encode())
+    return digest.hexdigest()[:12]
+
+
+def _modules(made: Any, seen: set[int]) -> Iterator[str]:
+    """Yields the modules of a callable, and of the callables in it."""
+    if id(made) in seen or not callable(made):
+        return
+    seen.add(id(made))
+    within = [getattr(made, "__wrapped__", None)]
+    if isinstance(made, functools.partial):
+        within += [made.func, *made.args, *made.keywords.values()]
+    elif inspect.ismethod(made):
+        owner = made.__self__
+        within += [made.__func__, owner if inspect.isclass(owner) else type(owner)]
+    elif inspect.isclass(made) or inspect.isfunction(made):
+        if "<" not in made.__qualname__:  # Others travel by value.
+            yield made.__module__
+        if inspect.isfunction(made):
+            if hasattr(made, "__wrapped__"):  # It has the name and the module of the wrapped one.
+                yield made.__globals__.get("__name__", "")
+            within += _closure(made)
+    else:
+        within.append(type(made))
+    for each in within:
+        yield from _modules(each, seen)
+
+
+def _closure(function: Any) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # It is empty so far.
+            yield cell.cell_contents
+
+
+def _parts(namespace: Any, module: str, seen: set[type]) -> Iterator[str]:
+    for name in sorted(namespace):
+        value = namespace[name]
+        value = getattr(value, "__func__", value)
+        if inspect.isfunction(value) and value.__module__ == module:
+            yield name
+            yield from _code(value.__code__)
+        elif inspect.isclass(value) and value.__module__ == module:
+            yield name
+            if value not in seen:
+                seen.add(value)
+                yield from _parts(vars(value), module, seen)
+        elif _is_plain(value) and not name.startswith("__"):
+            yield f"{name}={value!r}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _code(code: CodeType) -> Iterator[str]:
+    yield code.co_code.hex()
+    yield repr(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code(constant)
+        elif isinstance(constant, frozenset):
+            yield repr(sorted(map(repr, constant)))
+        else:
+            yield repr(constant)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchweft.rl import FollowingPolicy
-from torchweft.rl.programs import program_of
+from torchweft.rl.observer import program_of
 
 SOURCE = """
 STEP = 0.1

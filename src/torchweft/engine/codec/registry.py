@@ -116,7 +116,6 @@ rebuilds_plain = Mark(
     "torchweft.optim.local",
     "torchweft.rl.agent",
     "torchweft.rl.environments",
-    "torchweft.rl.following",
     "torchweft.rl.observer",
     "torchweft.rl.policies",
     "torchweft.rl.replay",
