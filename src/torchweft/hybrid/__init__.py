@@ -1,16 +1,14 @@
 """Models with sparse tables on servers, and a dense part under ``DistributedDataParallel``."""
 
 from torchweft.embedding.recovery import recover
-from torchweft.hybrid.backends import Choice, choose_backend
 from torchweft.hybrid.clipping import measure
-from torchweft.hybrid.errors import PlacementError, TrainersDiffer
-from torchweft.hybrid.missing import begun_for
 from torchweft.hybrid.model import HybridModel
 from torchweft.hybrid.optimizer import HybridOptimizer
 from torchweft.hybrid.passes import BatchStream
-from torchweft.hybrid.plan import Dense, HybridPlan
+from torchweft.hybrid.plan import Dense, HybridPlan, PlacementError, TrainersDiffer
+from torchweft.hybrid.process_group import Choice, choose_backend, init_process_group
 from torchweft.hybrid.remote import RemoteHybridModel, norms_of_means
-from torchweft.hybrid.starting import init_process_group
+from torchweft.hybrid.trainers import begun_for
 from torchweft.rpc.devices import Devices as Facts
 from torchweft.rpc.devices import find_devices as gather_facts
 

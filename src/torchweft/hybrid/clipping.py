@@ -113,16 +113,24 @@ def measure_rows(
 
 
 class _Round:
-    """The gradients of one step, until all trainers have sent theirs."""
+    """The gradients of one step, until all trainers have sent theirs.
 
-    def __init__(self, trainers: Sequence[str], norm_type: float, averages: bool) -> None:
+    Args:
+        trainers: Names of the trainers.
+        forget: Ends the wait for lost workers.
+    """
+
+    def __init__(self, trainers: Sequence[str], forget: Callable[[], None]) -> None:
         self.trainers = trainers
-        self.norm_type = norm_type
-        self.divisor = len(trainers) if averages else 1
+        self.forget = forget
         self.stacks: dict[int, Stacks] = {}
         self.marks: list[Mark | None] = []
         self.futures: list[torch.futures.Future[Tensor]] = []
-        self.forget: Callable[[], None] = lambda: None
+
+    def fail(self, error: Exception) -> None:
+        """Answers all calls with an error."""
+        for future in self.futures:
+            future.set_exception(error)  # type: ignore[arg-type]
 
 
 _rounds: dict[Key, _Round] = {}
@@ -157,35 +165,29 @@ def measure(
     with _lock:
         if key not in _rounds:
             _drop_stale(key)
-            _rounds[key] = _Round(trainers, norm_type, averages)
             # Within the lock, which the callback takes on another thread: else a round that is
             # complete by now would leave its callback behind.
-            _rounds[key].forget = on_worker_lost(lambda error: _fail(key, error))
+            forget = on_worker_lost(lambda error: _fail(key, error))
+            _rounds[key] = _Round(trainers, forget)
         found = _rounds[key]
         found.stacks[trainer] = stacks
         found.marks.append(device_streams.mark() if device_streams.HAS_CUDA else None)
         found.futures.append(future)
-        is_complete = len(found.stacks) == len(trainers)
-        if is_complete:
-            del _rounds[key]
-    if is_complete:
-        found.forget()
-        _answer(found)
-    return future
-
-
-def _answer(found: _Round) -> None:
+        if len(found.stacks) < len(trainers):
+            return future
+        del _rounds[key]
+    found.forget()
     for mark in found.marks:
         device_streams.use(mark, found.stacks)
     try:
-        ordered = [found.stacks[trainer] for trainer in range(len(found.trainers))]
-        total = norm_of_mean(ordered, found.divisor, found.norm_type)
+        ordered = [found.stacks[place] for place in range(len(trainers))]
+        total = norm_of_mean(ordered, len(trainers) if averages else 1, norm_type)
     except Exception as error:
-        for future in found.futures:
-            future.set_exception(error)  # type: ignore[arg-type]
-        return
-    for future in found.futures:
-        future.set_result(total)
+        found.fail(error)
+    else:
+        for each in found.futures:
+            each.set_result(total)
+    return future
 
 
 def _drop_stale(key: Key) -> None:
@@ -202,5 +204,4 @@ def _fail(key: Key, error: WorkerLost) -> None:
             return
         del _rounds[key]
     found.forget()
-    for future in found.futures:
-        future.set_exception(error)  # type: ignore[arg-type]
+    found.fail(error)

@@ -6,30 +6,187 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+from torchweft import checkpoint
 from torchweft.arguments import UNSET_TIMEOUT, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
-from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire, recovery
+from torchweft.embedding import Cache, Dynamic, Jagged, Rule, Tables, Wire, recovery
 from torchweft.embedding.configs import Place
 from torchweft.embedding.groups import Aggregate
 from torchweft.embedding.lookup import Pulled
 from torchweft.embedding.tables import check_options, check_types
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.hybrid import clipping, saving
-from torchweft.hybrid.copies import CopiesOptimizer
-from torchweft.hybrid.finding import Found, find_tables
-from torchweft.hybrid.lookups import Copied, dissolve, replace_tables, replicate
-from torchweft.hybrid.missing import Turns
-from torchweft.hybrid.offers import Offer, agree, check_arguments, make_offer
-from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
-from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
-from torchweft.hybrid.reductions import Hook, Reducer, Reductions, reducer_of
-from torchweft.hybrid.trainers import Trainers
+from torchweft.hybrid import clipping
+from torchweft.hybrid.optimizer import (
+    Copied,
+    CopiesOptimizer,
+    DenseFactory,
+    HybridOptimizer,
+    make_dense,
+)
+from torchweft.hybrid.passes import BatchStream, Passes
+from torchweft.hybrid.placement import Found, Offer, agree, check_arguments, find_tables, make_offer
+from torchweft.hybrid.trainers import Hook, Reducer, Reductions, Trainers, Turns, reducer_of
 from torchweft.optim.states import Moved
+from torchweft.rpc import get_worker_info
+
+# What takes the places of modules
+
+_HOOKS: Final = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+"""Where ``nn.Module`` keeps the hooks of its calls."""
+
+
+class RemoteTable(nn.Module):
+    """Takes the place of an ``nn.Embedding`` or ``nn.EmbeddingBag`` whose rows are on servers.
+
+    Its call has the arguments of the module that it replaces, and it has the settings of that
+    module as attributes, such as ``embedding_dim``. It has no parameters. An error in the ids is
+    that of ``torchweft.embedding.Tables.forward``.
+
+    Args:
+        name: Name of the table.
+        table: The module that it replaces.
+    """
+
+    def __init__(self, name: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
+        super().__init__()
+        self.name = name
+        for setting in table.__constants__:
+            setattr(self, setting, getattr(table, setting))
+        self.shape = tuple(table.weight.shape)
+        self.includes_last = bool(getattr(table, "include_last_offset", False))
+        self._passes: Passes | None = None
+        self.train(table.training)
+        # What the program has hung on the module stays: hooks see the same calls.
+        for hooks in _HOOKS:
+            setattr(self, hooks, getattr(table, hooks))
+
+    def connect(self, passes: Passes) -> None:
+        """Sets the passes of the model, which look the table up."""
+        self._passes = passes
+
+    @property
+    def weft_saved_by(self) -> str:
+        """What a ``state_dict`` lacks, and how that is saved; for ``torchweft.checkpoint``."""
+        return "" if self._passes is None else self._passes.saved_by
+
+    def requires_grad_(self, requires_grad: bool = True) -> RemoteTable:
+        """Refuses to freeze the rows, which are no parameters.
+
+        Raises:
+            ConfigurationError: ``requires_grad`` is False.
+        """
+        if not requires_grad:
+            raise ConfigurationError(
+                f"the rows of {self.name!r} are on servers, and each lookup with gradients trains "
+                "them; to leave them as they are, look them up under torch.no_grad()"
+            )
+        return self
+
+    def forward(
+        self,
+        input: Any,  # the name that nn.EmbeddingBag has for it
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Looks up ids; see ``nn.Embedding`` and ``nn.EmbeddingBag``. Blocks."""
+        assert self._passes is not None
+        given = Jagged(input, offsets, per_sample_weights, self.includes_last)
+        return self._passes.look_up(self.name, given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"the weight of {self.name!r} is on servers, and the model uses it by itself; keep "
+                "the table with the trainers: places={...: Copies()}"
+            )
+        return super().__getattr__(name)
+
+    def extra_repr(self) -> str:
+        """Returns the size, for the text of the model."""
+        rows, dim = self.shape
+        return f"{self.name!r}, {rows}, {dim}, on servers"
+
+
+def replace_tables(module: nn.Module, tables: list[Found]) -> list[RemoteTable]:
+    """Puts remote tables in the places of modules, in each place where a module occurs."""
+    remote = {id(each.table): RemoteTable(each.name, each.table) for each in tables}
+    for _, parent in list(module.named_modules()):
+        for name, child in parent._modules.items():
+            if id(child) in remote:
+                parent._modules[name] = remote[id(child)]
+    return list(remote.values())
+
+
+def replicate(
+    module: nn.Module, names: list[str], reductions: Reductions, **options: Any
+) -> tuple[nn.Module, list[Any]]:
+    """Puts modules under ``DistributedDataParallel``.
+
+    Args:
+        module: The model.
+        names: The paths of those of its modules that are replicated, or none for all of it.
+        reductions: Reduces their gradients.
+        options: Further arguments of ``DistributedDataParallel``.
+
+    Returns:
+        The module to call, and the replicas. A module without trained parameters is none.
+    """
+    if not names:
+        if not any(each.requires_grad for each in module.parameters()):
+            return module, []
+        whole = _replica(module, reductions, options)
+        return whole, [whole]
+    found = []
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        replica = _replica(module.get_submodule(name), reductions, options)
+        module.get_submodule(parent)._modules[last] = replica
+        found.append(replica)
+    return module, found
+
+
+def dissolve(module: nn.Module, names: Iterable[str]) -> None:
+    """Takes modules of a model out of ``DistributedDataParallel``."""
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        replica = module.get_submodule(name)
+        if isinstance(replica, DistributedDataParallel):
+            module.get_submodule(parent)._modules[last] = replica.module
+
+
+def _replica(
+    module: nn.Module, reductions: Reductions, options: Mapping[str, Any]
+) -> DistributedDataParallel:
+    replica = DistributedDataParallel(module, **options)
+    # A function without annotations: DDP refuses those that are text.
+    replica.register_comm_hook(reductions, lambda state, bucket: state.reduce(bucket))
+    buffers = list(module.buffers())
+    if all(each.device.type == "cpu" and each.layout is torch.strided for each in buffers):
+        replica._register_buffer_comm_hook(
+            reductions,
+            lambda state, buffers: state.broadcast(buffers),
+            _BufferCommHookLocation.PRE_FORWARD,
+        )
+    return replica
+
+
+# The model
 
 B = TypeVar("B")
 _WAIT_S = 60.0
@@ -162,7 +319,7 @@ class HybridModel(nn.Module):
         self._replicas_at = tuple(replicas)
         self._timeout_s = limit_of(timeout, _WAIT_S)
         self._collective_s = limit_of(timeout, _COLLECTIVE_S)
-        self._turns: Turns | None = None
+        self._reductions: Reductions | None = None
         self.tables: Tables | None = None
         self._moved = Moved(
             "rows are on servers: make the optimizer by HybridModel.optimizer(rows, "
@@ -208,12 +365,12 @@ class HybridModel(nn.Module):
         """Puts the dense part under ``DistributedDataParallel``."""
         workers = {*self.trainers, *self.servers}
         turns = Turns(self._token, self.name, self.trainers, self._collective_s)
-        self._turns = turns
-        reductions = Reductions(
+        self._reductions = Reductions(
             process_group, workers, turns, averages=self._averages, reducer=reducer
         )
+        paths = list(self._replicas_at)
         self.called, self._replicas = replicate(
-            module, list(self._replicas_at), reductions, process_group=process_group, **ddp
+            module, paths, self._reductions, process_group=process_group, **ddp
         )
 
     def _keep(
@@ -229,11 +386,13 @@ class HybridModel(nn.Module):
 
     def _fill(self, tables: Tables, moved: Sequence[Found]) -> None:
         """Moves the weights of the first trainer to the servers; the others wait for that."""
-        with self._trainers.first_alone() as is_first:
-            if is_first:
-                for each in moved:
-                    if each.config is not None and each.config.dynamic is None:
-                        tables.set_weights(each.name, each.table.weight.detach().cpu())
+
+        def fill() -> None:
+            for each in moved:
+                if each.config is not None and each.config.dynamic is None:
+                    tables.set_weights(each.name, each.table.weight.detach().cpu())
+
+        self._trainers.of_first(fill)
 
     @property
     def trainers(self) -> tuple[str, ...]:
@@ -299,7 +458,7 @@ class HybridModel(nn.Module):
             raise ConfigurationError(
                 "no table of this model is on servers, so there are no rows to pull ahead"
             )
-        return self._passes.stream(batches, ahead, lambda batch: arguments_of(arguments(batch)))
+        return self._passes.stream(batches, ahead, arguments)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, as ``zero_grad`` of the optimizer does: those of rows as well."""
@@ -350,8 +509,8 @@ class HybridModel(nn.Module):
 
     def _join_maximum(self, tensor: Tensor) -> None:
         """Replaces a tensor by the maximum of all trainers, element by element. Blocks."""
-        if self._turns is not None:
-            self._trainers.join_maximum(tensor, self._turns)
+        if self._reductions is not None:
+            self._reductions.join_maximum(tensor)
 
     def _measure(self, leaves: Sequence[tuple[Pulled, Tensor]], norm_type: float) -> list[Tensor]:
         if self.tables is None:
@@ -424,8 +583,11 @@ class HybridModel(nn.Module):
         """
         if not self._trainers.is_first:
             return None
-        whole = saving.tree(self.module, self._optimizer, state)
-        return saving.save(self.tables, directory, whole, step, keep, since)
+        whole = self._tree(state)
+        if self.tables is not None:
+            return self.tables.save(directory, step=step, state=whole, keep=keep, since=since)
+        given: dict[str, Any] = {"keep": keep, "random_states": [get_worker_info().name]}
+        return checkpoint.save(directory, {"program": whole}, step=step, **given)
 
     def restore(
         self,
@@ -453,15 +615,24 @@ class HybridModel(nn.Module):
             StateMismatch: It is of another model, placement or optimizer. Nothing is changed.
             WorkerLost: A worker was lost; restore again, in a new model on the others.
         """
-        whole = saving.tree(self.module, self._optimizer, state)
-        with self._trainers.first_tells() as told:
-            if told.is_first:
-                found = saving.restore(self.tables, directory, whole, step)
-                told.value = found.step, recovery.taken(whole)
-        done, values = told.value
+        whole = self._tree(state)
+
+        def read() -> Any:
+            if self.tables is not None:
+                found = self.tables.restore(directory, state=whole, step=step)
+            else:
+                found = checkpoint.restore(directory, {"program": whole}, step=step)
+            return found.step, recovery.taken(whole)
+
+        done, values = self._trainers.of_first(read)
         if not self._trainers.is_first:
             recovery.put(whole, values)
         return int(done)
+
+    def _tree(self, state: dict[str, Any] | None) -> recovery.Tree:
+        """Returns all state that each trainer has."""
+        own = {} if self._optimizer is None else {"optimizer": self._optimizer}
+        return {"model": self.module, **own, "program": {} if state is None else state}
 
     def close(self) -> None:
         """Releases the rows on servers; they are dropped when all trainers have. Blocks.
@@ -475,8 +646,8 @@ class HybridModel(nn.Module):
         self._moved.close()
         self.called = self.module
         self._replicas.clear()
-        if self._turns is not None:
-            self._turns.close()
+        if self._reductions is not None:
+            self._reductions.close()
         dissolve(self.module, self._replicas_at)
         if self.tables is not None:
             self.tables.close()

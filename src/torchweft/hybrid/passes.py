@@ -28,42 +28,10 @@ from torchweft.embedding.inputs import parts_of
 from torchweft.embedding.pulls import Drawn, Flats, Sent
 
 B = TypeVar("B")
-Step = Callable[[Any], Any]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and named arguments of a model."""
-
-
-class Slice(NamedTuple):
-    """Some of a tensor: ``tensor.narrow(dim, start, length)``, or ``select`` with a length of 0."""
-
-    dim: int
-    start: int
-    length: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Returns this part of a tensor."""
-        if self.length:
-            return tensor.narrow(self.dim, self.start, self.length)
-        return tensor.select(self.dim, self.start)
-
-
-class Source(NamedTuple):
-    """Where in the arguments of a model a tensor is.
-
-    Attributes:
-        path: The steps from the arguments to the tensor.
-        part: The part of that tensor; None for all of it.
-    """
-
-    path: tuple[Step, ...]
-    part: Slice | None = None
-
-    def of(self, arguments: Arguments) -> Any:
-        """Returns what is there in some arguments."""
-        found: Any = arguments
-        for step in self.path:
-            found = step(found)
-        return found if self.part is None else self.part.of(found)
+Path = tuple[Callable[[Any], Any], ...]
+"""The steps from the arguments of a model to a tensor in them, or to a slice of one."""
 
 
 class Noted(NamedTuple):
@@ -71,12 +39,12 @@ class Noted(NamedTuple):
 
     Attributes:
         table: Name of the table.
-        sources: Of ids, offsets and weights; None for those that were not passed.
+        paths: Of ids, offsets and weights; None for those that were not passed.
         includes_last: The option of ``Jagged``.
     """
 
     table: str
-    sources: tuple[Source | None, ...]
+    paths: tuple[Path | None, ...]
     includes_last: bool
 
 
@@ -139,10 +107,9 @@ class Passes:
 
     def look_up(self, table: str, given: Jagged) -> Tensor:
         """Returns the output of a table; blocks unless its rows were expected."""
-        if self._sources is not None:
-            noted = self._sources.noted(table, given)
-            if noted is not None:
-                self._next_notes.append(noted)
+        paths = None if self._sources is None else self._sources.paths_of(given[:3])
+        if paths is not None:
+            self._next_notes.append(Noted(table, paths, given.include_last_offset))
         waiting = self._expected.get(table, [])
         for place, each in enumerate(waiting):
             if each.drawn.is_valid and _are_equal(each.given, given):
@@ -152,12 +119,12 @@ class Passes:
         return found
 
     def _foreseen(self, arguments: Arguments) -> tuple[list[tuple[str, Jagged]], list[Flats]]:
-        """Returns the lookups that were noted, with these arguments; those that are possible."""
+        """Returns the lookups that were noted and are possible, with these arguments."""
         found: list[tuple[str, Jagged]] = []
         flats: list[Flats] = []
         for noted in self._notes:
             try:
-                values = [each and each.of(arguments) for each in noted.sources]
+                values = [_at(path, arguments) for path in noted.paths]
             except (LookupError, AttributeError, TypeError, RuntimeError):
                 continue  # The arguments have another form now.
             given = _copied(values, noted.includes_last)
@@ -174,14 +141,16 @@ class Passes:
     # Streams
 
     def stream(
-        self,
-        batches: Iterable[B],
-        ahead: int,
-        arguments: Callable[[B], Arguments],
+        self, batches: Iterable[B], ahead: int, arguments: Callable[[B], Any]
     ) -> BatchStream[B]:
         """Returns the batches, with the rows of some batches pulled ahead."""
+
+        def wrapped(batch: B) -> Mapping[str, Any]:
+            given = arguments(batch)
+            return {"arguments": (given if isinstance(given, tuple) else (given,), {})}
+
         self._tables.check_ahead(ahead)
-        return BatchStream(RowStream(batches, ahead, _wrapped(arguments), self._send))
+        return BatchStream(RowStream(batches, ahead, wrapped, self._send))
 
     def _send(self, given: Mapping[str, Any], waiting: int) -> _Sent:
         found, flats = self._foreseen(given["arguments"])
@@ -193,29 +162,24 @@ class Passes:
         self._awaited = found
 
 
+@dataclasses.dataclass
 class _Sent:
     """The lookups of a batch of a stream."""
 
-    def __init__(
-        self,
-        passes: Passes,
-        given: Sequence[tuple[str, Jagged]],
-        sent: Sent | None,
-    ) -> None:
-        self._passes = passes
-        self._given = given
-        self._sent = sent
+    passes: Passes
+    given: Sequence[tuple[str, Jagged]]
+    sent: Sent | None
 
     def outputs(self) -> dict[str, Tensor]:
         """Waits for the rows, and has the next pass use them."""
-        if self._sent is not None:
-            self._passes.expect(_by_table(self._given, self._sent.drawn()))
+        if self.sent is not None:
+            self.passes.expect(_by_table(self.given, self.sent.drawn()))
         return {}
 
     def cancel(self) -> None:
         """Ends the pull."""
-        if self._sent is not None:
-            self._sent.cancel()
+        if self.sent is not None:
+            self.sent.cancel()
 
 
 class BatchStream(Closing, Generic[B]):
@@ -242,13 +206,7 @@ class BatchStream(Closing, Generic[B]):
         self._rows.close()
 
 
-def _wrapped(arguments: Callable[[B], Arguments]) -> Callable[[B], Mapping[str, Any]]:
-    return lambda batch: {"arguments": arguments(batch)}
-
-
-def arguments_of(batch: Any) -> Arguments:
-    """Returns the arguments of a model: those of a tuple, or a single one."""
-    return (batch if isinstance(batch, tuple) else (batch,)), {}
+# Where tensors are in the arguments of a model
 
 
 class Sources:
@@ -259,52 +217,64 @@ class Sources:
     """
 
     def __init__(self, arguments: Arguments) -> None:
-        self._paths: dict[int, tuple[Step, ...]] = {}
-        self._by_memory: dict[int, list[tuple[Tensor, tuple[Step, ...]]]] = {}
+        self._paths: dict[int, Path] = {}
+        self._by_memory: dict[int, list[tuple[Tensor, Path]]] = {}
         for path, tensor in _tensors(arguments, ()):
             self._paths.setdefault(id(tensor), path)
-            if not tensor.is_nested and tensor.layout is torch.strided:
+            if _has_slices(tensor):
                 memory = tensor.untyped_storage().data_ptr()
                 self._by_memory.setdefault(memory, []).append((tensor, path))
 
-    def noted(self, table: str, given: Jagged) -> Noted | None:
-        """Returns where the input of a lookup is; None if a part of it is not there."""
-        found = []
-        for each in given[:3]:
-            source = None if each is None else self._find(each)
-            if each is not None and source is None:
+    def paths_of(self, parts: Iterable[Any]) -> tuple[Path | None, ...] | None:
+        """Returns the path of each tensor; None if one is not among the arguments."""
+        found: list[Path | None] = []
+        for each in parts:
+            path = None if each is None else self._find(each)
+            if each is not None and path is None:
                 return None
-            found.append(source)
-        return Noted(table, tuple(found), given.include_last_offset)
+            found.append(path)
+        return tuple(found)
 
-    def _find(self, tensor: Any) -> Source | None:
-        if not isinstance(tensor, Tensor):
-            return None
+    def _find(self, tensor: Any) -> Path | None:
         path = self._paths.get(id(tensor))
-        if path is not None:
-            return Source(path)
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            return None
-        for whole, path in self._by_memory.get(tensor.untyped_storage().data_ptr(), ()):
-            part = _part_of(whole, tensor)
-            if part is not None:
-                return Source(path, part)
+        if path is not None or not isinstance(tensor, Tensor) or not _has_slices(tensor):
+            return path
+        for whole, to_whole in self._by_memory.get(tensor.untyped_storage().data_ptr(), ()):
+            slicing = _slicing(whole, tensor)
+            if slicing is not None:
+                return *to_whole, slicing
         return None
 
 
-def _part_of(whole: Tensor, tensor: Tensor) -> Slice | None:
-    """Returns which slice of a tensor another one is, that has the same memory."""
-    offset = tensor.storage_offset() - whole.storage_offset()
+def _has_slices(tensor: Tensor) -> bool:
+    return not tensor.is_nested and tensor.layout is torch.strided
+
+
+def _at(path: Path | None, arguments: Any) -> Any:
+    """Returns the value at a path in some arguments; None if there is no path."""
+    if path is None:
+        return None
+    for step in path:
+        arguments = step(arguments)
+    return arguments
+
+
+def _slicing(whole: Tensor, part: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Returns the step from a tensor to a slice of it; None if the other tensor is no slice."""
+    offset = part.storage_offset() - whole.storage_offset()
     for dim, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
         start, rest = divmod(int(offset), int(stride)) if stride else (0, offset)
-        if rest or not 0 <= start < size:
+        length = part.shape[dim] if part.dim() == whole.dim() else 0
+        if rest or not 0 <= start < size or start + length > size:
             continue
-        length = tensor.shape[dim] if tensor.dim() == whole.dim() else 0
-        if start + length > size:
-            continue
-        part = Slice(dim, start, length)
-        if _form(part.of(whole)) == _form(tensor):
-            return part
+
+        def slicing(
+            tensor: Tensor, dim: int = dim, start: int = start, length: int = length
+        ) -> Tensor:
+            return tensor.narrow(dim, start, length) if length else tensor.select(dim, start)
+
+        if _form(slicing(whole)) == _form(part):
+            return slicing
     return None
 
 
@@ -312,38 +282,35 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _tensors(value: Any, path: tuple[Step, ...]) -> Iterator[tuple[tuple[Step, ...], Tensor]]:
+def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
     """Yields the tensors in tuples, lists, dicts and dataclasses, with the steps to each."""
+    within: Iterable[tuple[Callable[[Any], Any], Any]] = ()
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, (tuple, list)):
-        for place, each in enumerate(value):
-            yield from _tensors(each, (*path, operator.itemgetter(place)))
+        within = ((operator.itemgetter(place), each) for place, each in enumerate(value))
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _tensors(each, (*path, operator.itemgetter(key)))
+        within = ((operator.itemgetter(key), each) for key, each in value.items())
     elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            each = getattr(value, field.name)
-            yield from _tensors(each, (*path, operator.attrgetter(field.name)))
+        names = [field.name for field in dataclasses.fields(value)]
+        within = ((operator.attrgetter(name), getattr(value, name)) for name in names)
+    for step, each in within:
+        yield from _tensors(each, (*path, step))
+
+
+# Inputs of lookups
 
 
 def _copied(values: Sequence[Any], includes_last: bool) -> Jagged | None:
     """Returns copies of the parts of an input; None if these cannot be looked up beforehand."""
     if not all(each is None or isinstance(each, Tensor) for each in values):
         return None
-    ids, offsets, weights = values
-    plain = _plain(Jagged(ids, offsets, weights, includes_last))
+    plain = _plain(Jagged._make([*values, includes_last]))
     # A gradient belongs to the tensor that the model passes.
     if plain is None or any(each is not None and each.requires_grad for each in plain[:3]):
         return None
-    return plain._replace(
-        ids=plain.ids.clone(),
-        offsets=None if plain.offsets is None else plain.offsets.clone(),
-        per_sample_weights=(
-            None if plain.per_sample_weights is None else plain.per_sample_weights.clone()
-        ),
-    )
+    copies = [None if each is None else each.clone() for each in plain[:3]]
+    return Jagged._make([*copies, plain.include_last_offset])
 
 
 def _plain(given: Jagged) -> Jagged | None:

@@ -1,4 +1,11 @@
-"""Where each parameter of a model goes, and what a step of it sends; pure."""
+"""Where each parameter of a model goes, and what a step of it sends; pure.
+
+Errors, all of them before anything is moved::
+
+    ConfigurationError
+    ├── PlacementError    a parameter cannot be placed as requested
+    └── TrainersDiffer    a trainer has another model, or was told something else
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,32 @@ from torchweft.columns import aligned
 from torchweft.embedding import Plan, TableConfig, Wire, plan_tables
 from torchweft.embedding.configs import Place
 from torchweft.embedding.planner import shown_bytes
-from torchweft.hybrid.errors import PlacementError
+from torchweft.errors import ConfigurationError
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class PlacementError(ConfigurationError):
+    """A parameter cannot be placed as requested; nothing was moved.
+
+    Attributes:
+        parameter: Name of the parameter, or of its module.
+    """
+
+    parameter: str = ""
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class TrainersDiffer(ConfigurationError):
+    """A trainer has another model than the first one, or other arguments; nothing was moved.
+
+    Attributes:
+        trainer: Name of the trainer.
+        part: The part that differs: the name of a parameter, or of an argument.
+    """
+
+    trainer: str = ""
+    part: str = ""
+
 
 _ROW_COST = 2.0
 _NUMBERS = ("shape", "touched", "bytes/step", "all-gather")

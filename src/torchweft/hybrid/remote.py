@@ -157,15 +157,14 @@ class RemoteHybridModel(nn.Module):
             owner: [(place, address_of(each)) for place, each in members]
             for owner, members in by_owner(self._of_embedding()).items()
         }
+
+        def measured() -> Tensor:
+            norms = _norms_of_means(contexts, addresses, norm_type)
+            norms += of_contexts.on_host([of_contexts.norm(each, norm_type) for each in local])
+            return of_contexts.norm_of(norms, norm_type)
+
         with enter(context_id):
-            with self._trainers.first_tells() as told:
-                if told.is_first:
-                    norms = _norms_of_means(contexts, addresses, norm_type)
-                    norms += of_contexts.on_host(
-                        [of_contexts.norm(each, norm_type) for each in local]
-                    )
-                    told.value = of_contexts.norm_of(norms, norm_type)
-            total: Tensor = told.value
+            total = self._trainers.of_first(measured)
             factor = coefficient_of(total, max_norm, error_if_nonfinite=error_if_nonfinite)
             if factor is not None:
                 for gradient in local:

@@ -1,35 +1,141 @@
-"""The trainers of a model: ranks of a process group, and their names as workers."""
+"""The trainers of a model: ranks of a process group, their names as workers, and their collectives.
+
+A process group names nobody, and nothing in it ends a wait before its timeout. So each trainer
+counts the collectives of its models, and a trainer that has waited too long asks the others how
+many they have begun. A trainer that has noticed the loss of a server makes no further pass, and
+another one may wait for it in an all-reduce, as may one that has more batches. So a backward pass
+first waits here, for the all-reduces, a loss or the limit of the model, and then leaves the rest to
+DDP. A forward pass waits here for the buffers of the first trainer.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, distributed
+from torch.autograd import Variable
 
-from torchweft.errors import CallTimeout, ConfigurationError
-from torchweft.hybrid.errors import TrainersDiffer
-from torchweft.hybrid.missing import Turns, is_timeout
-from torchweft.rpc import get_worker_info
+from torchweft.arguments import kind_of
+from torchweft.embedding.meeting import tell_losses
+from torchweft.embedding.recovery import is_there
+from torchweft.errors import (
+    ArgumentTypeError,
+    CallTimeout,
+    ConfigurationError,
+    WeftError,
+    WorkerLost,
+)
+from torchweft.hybrid.plan import TrainersDiffer
+from torchweft.rpc import Future, get_worker_info, rpc_async
+from torchweft.rpc.current_call import check_types
 
-T = TypeVar("T")
+_ASK_S = 5.0
+"""How long the other trainers have to say how many collectives they have begun."""
 
 
-@dataclass
-class Told:
-    """What the first trainer tells the others.
+class Turns:
+    """The collectives that this trainer has begun for one model.
 
-    Attributes:
-        is_first: Whether this is the first trainer, who sets the value.
-        value: The value; on all trainers at the end of the block.
+    Args:
+        token: Names the model; the same on all trainers, and no other model's.
+        name: The model's name.
+        trainers: Names of the trainers.
+        limit_s: How long a collective may wait, in seconds; infinity for no limit but that of the
+            process group.
     """
 
-    is_first: bool
-    value: Any = None
+    def __init__(self, token: str, name: str, trainers: Sequence[str], limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._token = token
+        self._name = name
+        self._others = [each for each in trainers if each != get_worker_info().name]
+        self._begun = 0
+        _open[token] = self
+
+    @property
+    def begun(self) -> int:
+        """How many collectives this trainer has begun."""
+        return self._begun
+
+    def begin(self) -> float:
+        """Counts one more collective; returns when it began, by ``time.monotonic``."""
+        self._begun += 1
+        return time.monotonic()
+
+    def close(self) -> None:
+        """Notes that this trainer takes part in no further collective."""
+        _open.pop(self._token, None)
+
+    def missing(self, what: str, began_s: float) -> CallTimeout:
+        """Returns the error of a collective that has waited too long. Blocks for some seconds.
+
+        Args:
+            what: The collective, as a subject.
+            began_s: When it began, by ``time.monotonic``.
+        """
+        elapsed_s = time.monotonic() - began_s
+        states = self._ask()
+        behind = {name: state for name, state in states.items() if state}
+        told = ", and ".join(f"{name!r}, which {state}" for name, state in behind.items())
+        if not behind:
+            told = ", ".join(map(repr, states)) + ", all of which take part in it as well"
+        return CallTimeout(
+            f"{what} of hybrid model {self._name!r} has waited {elapsed_s:.0f} s for the trainers "
+            f"{told}: all trainers make the same number of steps, so give each as many batches, or "
+            "pass a larger HybridModel(timeout=) if one is only slow",
+            worker=next(iter(behind or states), ""),
+            call=what,
+            elapsed_s=elapsed_s,
+        )
+
+    def _ask(self) -> dict[str, str]:
+        """Returns why each other trainer is missing, by name; empty text if it is not."""
+        calls: dict[str, Future[int | None]] = {}
+        states: dict[str, str] = {}
+        for name in self._others:
+            try:
+                calls[name] = rpc_async(name, begun_for, args=(self._token,), timeout=_ASK_S)
+            except WeftError as error:
+                states[name] = f"cannot be asked ({error})"
+        for name, call in calls.items():
+            try:
+                states[name] = self._state(call.wait())
+            except WeftError as error:
+                states[name] = f"does not answer ({error})"
+        return states
+
+    def _state(self, begun: int | None) -> str:
+        if begun is None:
+            return "has closed the model"
+        return f"is {self._begun - begun} behind" if begun < self._begun else ""
+
+
+def is_timeout(error: BaseException | None) -> bool:
+    """Whether a process group has raised an error as its own time was up."""
+    return error is not None and "imed out" in str(error)
+
+
+_open: weakref.WeakValueDictionary[str, Turns] = weakref.WeakValueDictionary()
+
+
+def begun_for(token: str) -> int | None:
+    """Returns how many collectives this trainer has begun for a model; None if it is closed."""
+    check_types(token=(token, str))
+    turns = _open.get(token)
+    return None if turns is None else turns.begun
+
+
+# The trainers
+
+T = TypeVar("T")
 
 
 class Trainers:
@@ -99,50 +205,27 @@ class Trainers:
         me = get_worker_info().name
         return f"the trainers {', '.join(repr(each) for each in self.names if each != me)}"
 
-    def join_maximum(self, tensor: Tensor, turns: Turns) -> None:
-        """Replaces a tensor by the maximum of all trainers, element by element. Blocks.
+    def of_first(self, make: Callable[[], T]) -> T:
+        """Returns what a function returns at the first trainer, or raises its error. Blocks.
 
         Raises:
-            CallTimeout: Another trainer does not take part; names it.
+            CallTimeout: The first trainer has not called it within the limit of the process group.
         """
-        began_s = turns.begin()
-        work = distributed.all_reduce(tensor, distributed.ReduceOp.MAX, self._group, async_op=True)
-        assert work is not None
-        if tensor.device.type != "cpu" or math.isinf(turns.limit_s):
-            work.wait()  # On a GPU only the stream waits.
-            return
-        try:
-            work.wait(timedelta(seconds=turns.limit_s))
-        except RuntimeError as error:
-            if is_timeout(error):
-                raise turns.missing("the join of used rows in a step", began_s) from error
-            raise
-
-    @contextmanager
-    def first_tells(self) -> Iterator[Told]:
-        """Runs a block in which the first trainer sets a value, or raises for all. Blocks."""
-        told, error = Told(self.is_first), None
-        try:
-            yield told
-        except Exception as raised:
-            if len(self.names) == 1:
-                raise
-            error = raised
         if len(self.names) == 1:
-            return
-        first: list[Any] = [(told.value, error)]
-        source = 0 if self._group is None else distributed.get_global_rank(self._group, 0)
+            return make()
+        told: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                told[0] = make()
+            except Exception as error:
+                told[1] = error
         with _naming(f"the first trainer, {self.names[0]!r}"):
-            distributed.broadcast_object_list(first, source, self._group)
-        told.value, first_error = first[0]
-        if error is not None or first_error is not None:
-            raise error or first_error
-
-    @contextmanager
-    def first_alone(self) -> Iterator[bool]:
-        """Runs a block of which the first trainer does the work, and all see its end. Blocks."""
-        with self.first_tells() as told:
-            yield told.is_first
+            distributed.broadcast_object_list(told, _first_of(self._group), self._group)
+        value, raised = told
+        if raised is not None:
+            raise raised
+        found: T = value
+        return found
 
 
 @contextmanager
@@ -158,3 +241,218 @@ def _naming(whom: str) -> Iterator[None]:
             "trainers make, restore and save their models together",
             call="HybridModel",
         ) from error
+
+
+def _first_of(group: Any) -> int:
+    """Returns the rank of the first trainer in the default group."""
+    return 0 if group is None else distributed.get_global_rank(group, 0)
+
+
+# All-reduces of gradients, and broadcasts of buffers
+
+Hook = Callable[[Any, Any], Any]
+"""A communication hook of DDP: takes a state and a bucket of gradients, returns a future."""
+
+
+class Reducer(NamedTuple):
+    """A user's way to reduce gradients.
+
+    Attributes:
+        hook: Reduces the gradients of a bucket.
+        state: The first argument of the hook.
+    """
+
+    hook: Hook
+    state: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name of the hook, by which trainers compare it."""
+        named = self.hook if hasattr(self.hook, "__qualname__") else type(self.hook)
+        return f"{named.__module__}.{named.__qualname__}"
+
+    def __call__(self, bucket: Any) -> Any:
+        """Returns the future of the reduced gradients.
+
+        Raises:
+            ArgumentTypeError: The hook returned something else.
+        """
+        future = self.hook(self.state, bucket)
+        # The base of torch.futures.Future: process groups return it as it is.
+        if not isinstance(future, torch._C.Future):
+            raise ArgumentTypeError(
+                f"comm_hook {self.name} returned {kind_of(future)}; return a "
+                "torch.futures.Future with the reduced gradients of the bucket"
+            )
+        return future
+
+
+def reducer_of(hook: Hook | None, state: Any, replicas: Sequence[str]) -> Reducer | None:
+    """Returns a user's way to reduce gradients; None if there is none.
+
+    Args:
+        hook: The hook.
+        state: Its state.
+        replicas: The modules that are each replicated; none for the whole model.
+
+    Raises:
+        ArgumentTypeError: The hook cannot be called.
+        ConfigurationError: There is a state without a hook, or one state for several replicas.
+    """
+    if hook is None:
+        if state is not None:
+            raise ConfigurationError("comm_state is passed without comm_hook, which would take it")
+        return None
+    if not callable(hook):
+        raise ArgumentTypeError(
+            f"comm_hook is {kind_of(hook)}; pass a function of a state and a bucket, as for "
+            "register_comm_hook of DistributedDataParallel"
+        )
+    if state is not None and len(replicas) > 1:
+        raise ConfigurationError(
+            f"comm_state is one for the replicas {list(replicas)}, and buckets of each have the "
+            "same numbers; pass a comm_hook without a state, or replicate one module"
+        )
+    return Reducer(hook, state)
+
+
+class Reductions:
+    """The all-reduces of one model on the CPU; a backward pass raises the loss of a worker.
+
+    Args:
+        group: The process group; None for the default one.
+        averages: Whether gradients are averaged, rather than summed.
+        workers: Names of servers and trainers, whose loss ends a pass.
+        turns: Counts the collectives, and says who is missing.
+        reducer: Reduces the gradients, in place of an all-reduce of them.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        workers: Collection[str],
+        turns: Turns,
+        *,
+        averages: bool,
+        reducer: Reducer | None = None,
+    ) -> None:
+        self._group = group
+        self._reducer = reducer
+        self._factor = 1.0 / distributed.get_world_size(group) if averages else None
+        self._workers = frozenset(workers)
+        self._turns = turns
+        self._failed: Exception | None = None
+        """The error of a collective that has failed since the last wait."""
+        self._changed = threading.Condition()
+        self._open = 0
+        self._lost: WorkerLost | None = None
+        tell_losses(self)
+
+    def reduce(self, bucket: Any) -> Any:
+        """Reduces the gradients of a bucket; the future has them. A hook of DDP."""
+        self._raise_loss()
+        is_on_cpu = bucket.buffer().device.type == "cpu"
+        # The first one of a pass: an error elsewhere in the former pass makes no difference.
+        is_first = bucket.index() == 0
+        began_s = self._turns.begin() if is_first else 0.0
+        future = self._all_reduced(bucket) if self._reducer is None else self._reducer(bucket)
+        if is_on_cpu:
+            self._note(future)
+            if is_first:
+                # Before DDP's own callback, which it queues with the last bucket.
+                engine: Any = Variable._execution_engine
+                engine.queue_callback(
+                    lambda: self._wait("the all-reduce of a backward pass", began_s)
+                )
+        return future
+
+    def broadcast(self, buffers: Mapping[str, Tensor]) -> None:
+        """Gives buffers the values of the first trainer. A hook of DDP, in forward passes."""
+        self._raise_loss()
+        began_s = self._turns.begin()
+        source = _first_of(self._group)
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for each in buffers.values():
+            by_type.setdefault(each.dtype, []).append(each)
+        for tensors in by_type.values():
+            joined = torch.cat([each.reshape(-1) for each in tensors])
+            work = distributed.broadcast(joined, source, group=self._group, async_op=True)
+            self._complete(work, "the broadcast of buffers in a forward pass", began_s)
+            if distributed.get_rank() != source:
+                parts = torch.split(joined, [each.numel() for each in tensors])
+                for tensor, part in zip(tensors, parts, strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+    def join_maximum(self, tensor: Tensor) -> None:
+        """Replaces a tensor by the maximum of all trainers, element by element. Blocks.
+
+        Raises:
+            CallTimeout: Another trainer does not take part; names it.
+            WorkerLost: A worker of the model was lost.
+        """
+        self._raise_loss()
+        began_s = self._turns.begin()
+        work = distributed.all_reduce(tensor, distributed.ReduceOp.MAX, self._group, async_op=True)
+        if tensor.device.type == "cpu":
+            self._complete(work, "the join of used rows in a step", began_s)
+        else:
+            work.wait()  # On a GPU only the stream waits.
+
+    def close(self) -> None:
+        """Notes that this trainer takes part in no further collective."""
+        self._turns.close()
+
+    def _complete(self, work: Any, what: str, began_s: float) -> None:
+        """Waits for a collective on the CPU."""
+        future = work.get_future()
+        self._note(future)
+        self._wait(what, began_s)
+        future.wait()
+
+    def _all_reduced(self, bucket: Any) -> Any:
+        gradients = bucket.buffer()
+        if self._factor is not None:
+            gradients.mul_(self._factor)  # As DDP itself does it, to the same bits.
+        work = distributed.all_reduce(gradients, group=self._group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def _note(self, future: Any) -> None:
+        with self._changed:
+            self._open += 1
+        future.add_done_callback(self._end)
+
+    def _end(self, future: Any) -> None:
+        try:
+            future.value()
+            error = None
+        except Exception as raised:
+            error = raised
+        with self._changed:
+            self._failed = self._failed or error
+            self._open -= 1
+            self._changed.notify_all()
+
+    def _wait(self, what: str, began_s: float) -> None:
+        """Waits for the open collectives, a loss, or until the model's time is up."""
+        limit_s = self._turns.limit_s
+        with self._changed:
+            is_over = self._changed.wait_for(
+                lambda: not self._open or self._lost is not None,
+                None if math.isinf(limit_s) else limit_s,
+            )
+            failed, self._failed = self._failed, None
+        self._raise_loss()
+        if not is_over or is_timeout(failed):
+            raise self._turns.missing(what, began_s) from failed
+
+    def _raise_loss(self) -> None:
+        if self._lost is not None:
+            raise copy.copy(self._lost)
+
+    def worker_lost(self, error: WorkerLost) -> None:
+        """Ends the passes that wait."""
+        # Told, too, are the losses of those who had a name before.
+        if error.worker in self._workers and not is_there(error.worker):
+            with self._changed:
+                self._lost = self._lost or error
+                self._changed.notify_all()

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from torchweft.embedding import Copies, RowWise, TableConfig
-from torchweft.hybrid.errors import PlacementError, TrainersDiffer
-from torchweft.hybrid.offers import Offer, agree
-from torchweft.hybrid.plan import Dense, make_plan
+from torchweft.hybrid.placement import Offer, agree
+from torchweft.hybrid.plan import Dense, PlacementError, TrainersDiffer, make_plan
 
 CONFIGS = (TableConfig("tower/words", 10_000, 16), TableConfig("days", 7, 16, "none"))
 DENSE = (

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, WorkerLost
-from torchweft.hybrid import reductions
-from torchweft.hybrid.missing import Turns
-from torchweft.hybrid.reductions import Reducer, Reductions, reducer_of
+from torchweft.hybrid import trainers
+from torchweft.hybrid.trainers import Reducer, Reductions, Turns, reducer_of
 
 TRAINERS = 4
 Future = Any
@@ -81,10 +80,10 @@ class Waits(threading.Condition):
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     found = Group()
-    monkeypatch.setattr(reductions.distributed, "get_world_size", lambda _: TRAINERS)
-    monkeypatch.setattr(reductions.distributed, "all_reduce", found.all_reduce)
-    monkeypatch.setattr(reductions, "tell_losses", lambda _: None)
-    monkeypatch.setattr(reductions, "is_there", lambda worker: worker == "back")
+    monkeypatch.setattr(trainers.distributed, "get_world_size", lambda _: TRAINERS)
+    monkeypatch.setattr(trainers.distributed, "all_reduce", found.all_reduce)
+    monkeypatch.setattr(trainers, "tell_losses", lambda _: None)
+    monkeypatch.setattr(trainers, "is_there", lambda worker: worker == "back")
     return found
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.embedding import Copies
-from torchweft.hybrid.errors import PlacementError
-from torchweft.hybrid.finding import config_of, find_tables, measure_shares
-from torchweft.hybrid.lookups import Copied, replace_tables
+from torchweft.hybrid.model import replace_tables
+from torchweft.hybrid.optimizer import Copied
+from torchweft.hybrid.placement import config_of, find_tables, measure_shares
+from torchweft.hybrid.plan import PlacementError
 
 
 class Net(nn.Module):
