@@ -35,8 +35,7 @@ from torchweft import mapreduce, rpc
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.local_pass import LocalPass
 from torchweft.errors import AutogradError, WorkerLost
-from torchweft.mapreduce.execution import Execution
-from torchweft.mapreduce.map_call import MapCall
+from torchweft.mapreduce.execution import Execution, MapCall
 from torchweft.mapreduce.shared import Shared
 
 UNITS, SHOTS, INNER_STEPS, RATE = 16, 6, 2, 0.03

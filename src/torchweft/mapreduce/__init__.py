@@ -23,8 +23,8 @@ from torchweft.mapreduce.api import (
     sum_reducer,
 )
 from torchweft.mapreduce.autograd import is_available
-from torchweft.mapreduce.modules import module_clone
 from torchweft.mapreduce.observers import progress
+from torchweft.mapreduce.trees import module_clone
 from torchweft.mapreduce.world import (
     auto_init_rpc,
     barrier,

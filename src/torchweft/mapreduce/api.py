@@ -11,16 +11,16 @@ from typing import Any
 from torchweft.arguments import check_type, limit_of
 from torchweft.engine.codec.functions import UNWRAPPED
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
-from torchweft.mapreduce.map_call import MapCall, MapFuture
+from torchweft.mapreduce.execution import MapCall, MapFuture
 from torchweft.mapreduce.partitioners import (
     Partitioner,
     TensorDimensionPartitioner,
     batch_partitioner,
+    broadcast,
     cut,
     dim_partitioner,
     exclusive_batch_partitioner,
 )
-from torchweft.mapreduce.parts import broadcast
 from torchweft.mapreduce.plan import Manner
 from torchweft.mapreduce.reducers import Reducer, mean_reducer, sum_reducer
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT

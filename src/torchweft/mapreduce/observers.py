@@ -50,7 +50,7 @@ class Observer(Protocol):
 
 
 class Observers:
-    """All observers of this process, called as if they were a single observer. Thread-safe."""
+    """All observers of this process. Thread-safe."""
 
     def __init__(self) -> None:
         # Replaced rather than changed, so that reporting needs no lock.
@@ -79,31 +79,8 @@ class Observers:
         """Whether there is an observer."""
         return bool(self._observers)
 
-    def begun(self, map_id: int, name: str, parts: int, workers: Sequence[str]) -> None:
-        """A map of so many parts begins; ``name`` is the name of its function."""
-        self._tell("begun", map_id, name, parts, workers)
-
-    def started(self, map_id: int, part: int, worker: str) -> None:
-        """A part begins: it was sent, or it was sent ahead and its worker now runs it."""
-        self._tell("started", map_id, part, worker)
-
-    def ended(self, map_id: int, part: int, worker: str, seconds: float) -> None:
-        """The result of a part arrived, ``seconds`` after the part began."""
-        self._tell("ended", map_id, part, worker, seconds)
-
-    def moved(self, map_id: int, part: int, from_worker: str, to_worker: str) -> None:
-        """A part that waited for one worker will go to another, idle worker."""
-        self._tell("moved", map_id, part, from_worker, to_worker)
-
-    def lost(self, map_id: int, worker: str, parts: Sequence[int]) -> None:
-        """A worker was lost; these parts, also ended parts, run again on the remaining workers."""
-        self._tell("lost", map_id, worker, parts)
-
-    def done(self, map_id: int, error: BaseException | None) -> None:
-        """A map is over: it has all results, or raises ``error``."""
-        self._tell("done", map_id, error)
-
-    def _tell(self, event: str, *arguments: object) -> None:
+    def tell(self, event: str, *arguments: object) -> None:
+        """Reports an event: the name and the arguments of a method of ``Observer``."""
         for observer in self._observers:
             try:
                 getattr(observer, event)(*arguments)

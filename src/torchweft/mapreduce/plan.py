@@ -23,9 +23,8 @@ from torchweft.engine.codec.objects import Packed
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import SerializationError, WorkerLost
 from torchweft.mapreduce import trees
-from torchweft.mapreduce.buffers import Buffers
-from torchweft.mapreduce.parts import Cut, Error, Part, with_note
-from torchweft.mapreduce.shared import Slot
+from torchweft.mapreduce.partitioners import Cut, Error, Part, with_note
+from torchweft.mapreduce.shared import Buffers, Slot
 from torchweft.rpc import RRef
 from torchweft.rpc.functions import ASYNC_MARK
 from torchweft.rpc.worker import Worker
@@ -68,9 +67,7 @@ class Plan(NamedTuple):
             part.
         own_content: The same for this worker, which needs it to have copies of its own.
         may_rerun: Whether parts run again if a worker is lost.
-        timeout: As in ``Manner``.
-        balance: As in ``Manner``.
-        concurrency: As in ``Manner``.
+        manner: How to run the map.
         fan_out: How many workers get the content from one worker.
         is_async: Whether the function may return before its work is done.
     """
@@ -83,16 +80,14 @@ class Plan(NamedTuple):
     content: Packed | None
     own_content: Packed | None
     may_rerun: bool
-    timeout: float
-    balance: bool
-    concurrency: int
+    manner: Manner
     fan_out: int
     is_async: bool = False
 
     @property
     def limit_s(self) -> float:
         """Time limit of the map in seconds."""
-        return self.timeout if self.timeout > 0 else math.inf
+        return self.manner.timeout if self.manner.timeout > 0 else math.inf
 
     def content_for(self, peer: Peer) -> Packed | None:
         """Returns the content of a worker's ``Shared`` object; None if its parts need no object."""
@@ -159,9 +154,7 @@ def make_plan(
         content,
         own_content,
         cut.is_any if manner.rerun is None else manner.rerun,
-        manner.timeout,
-        manner.balance,
-        manner.concurrency,
+        manner,
         fan_out,
         is_async,
     )

@@ -10,12 +10,16 @@ process, started by ``torchrun``, by ``torchweft run`` or, alone, by ``python``.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import copy
 import functools
 import inspect
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -24,10 +28,11 @@ from torchweft import rpc
 from torchweft.engine.protocol.registration import HOST
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.current import current, is_set
-from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.errors import ArgumentTypeError, ConfigurationError, WeftError
 from torchweft.ids import WorkerInfo
-from torchweft.mapreduce.ending import recorded, staying
+from torchweft.rpc import shutdown
 from torchweft.rpc.joining import INIT_METHOD_VARIABLE, NAME_VARIABLE, get_worker_info
+from torchweft.rpc.node import current_node
 from torchweft.rpc.options import from_tensorpipe
 from torchweft.rpc.placement import find
 
@@ -483,3 +488,129 @@ def _name_of(function: Any) -> str:
 _PARENTHESES = (
     "if it is the main function, decorate it with @auto_init_rpc(), which has parentheses"
 )
+
+
+# How a worker leaves its group
+#
+# A worker whose main function has returned keeps serving, since other workers may still need it.
+# It leaves when the interpreter exits, together with all other workers. A worker whose main
+# function has failed leaves at once, and tells the other workers why. Calls that wait for it fail
+# with a ``WorkerLost`` that names this cause, and the end of the group does not wait for it.
+
+
+_TELL_LIMIT_S = 2.0
+"""Time limit for connecting to the workers that are to be told of a failure."""
+
+_BEHIND_S = 1.0
+"""How much later than a failed worker the others exit; unloading torch takes a while."""
+
+_SHOWN_LENGTH = 200
+
+
+@contextlib.contextmanager
+def staying(agent: Agent) -> Iterator[None]:
+    """Keeps this worker in the group while the block runs the main function, and after it.
+
+    The worker stays until the interpreter exits and all other workers are done. If the block
+    raises, it stays only until the other workers have been told, which takes a moment.
+    """
+    atexit.register(_leave, agent)
+    try:
+        yield
+    except SystemExit as error:
+        if error.code:
+            _leave_at_once(agent, error)
+        raise
+    except BaseException as error:
+        _leave_at_once(agent, error)
+        raise
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Reports an error that the block raises to ``torchrun``, if it has started this process."""
+    try:
+        yield
+    except Exception as error:
+        _record(error)
+        raise
+
+
+def _record(error: Exception) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def _leave_at_once(agent: Agent, error: BaseException) -> None:
+    """Leaves, and gives the other workers the reason, also those that are not connected yet."""
+    if not _is_current(agent):
+        return
+    agent.lifetime.has_failed = True
+    end_s = time.monotonic() + _TELL_LIMIT_S
+    for peer in agent.members.present():
+        if not peer.is_self and peer.link is None:
+            with contextlib.suppress(WeftError):
+                agent.connect(peer, end_s)
+    current_node().end(farewell=_describe(error))
+
+
+def _is_current(agent: Agent) -> bool:
+    # The program may have called shutdown itself, or this may be a forked process.
+    return is_set() and current() is agent
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"its program called sys.exit({error.code!r})"
+    if isinstance(error, KeyboardInterrupt):
+        return "its program was interrupted"
+    first_line, *_ = str(error).splitlines() or [""]
+    shown = first_line if len(first_line) <= _SHOWN_LENGTH else f"{first_line[:_SHOWN_LENGTH]}..."
+    kind = type(error).__name__
+    return f"its program raised {kind}: {shown}" if shown else f"its program raised {kind}"
+
+
+def _leave(agent: Agent) -> None:
+    """Leaves together with all other workers; an ``atexit`` handler."""
+    if not _is_current(agent):
+        return
+    try:
+        shutdown()
+    except KeyboardInterrupt:
+        _end_badly(agent, "interrupted while it waited for the others to be done", 130)
+    except Exception as error:
+        _end_badly(agent, str(error), 1)
+        _let_others_end_first()
+        _record(error)
+
+
+def _end_badly(agent: Agent, what: str, status: int) -> None:
+    print(f"weft: worker {agent.info.name!r}: {what}", file=sys.stderr)
+    vars(sys)["_weft_exit_status"] = _ExitStatus(status)
+
+
+def _let_others_end_first() -> None:
+    """Waits so that the worker at fault exits first: launchers report the first process to exit."""
+    if "LOCAL_RANK" in os.environ:
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(_BEHIND_S)
+
+
+class _ExitStatus:
+    """Sets the exit status of the process, at the very end.
+
+    An ``atexit`` handler cannot change the status; and if it ended the process, the handlers after
+    it would not run. The interpreter releases the attributes of ``sys`` after all handlers, and
+    after it has flushed the standard streams.
+
+    Args:
+        status: The exit status.
+    """
+
+    def __init__(self, status: int) -> None:
+        self._end: Any = functools.partial(os._exit, status)
+
+    def __del__(self) -> None:
+        self._end()

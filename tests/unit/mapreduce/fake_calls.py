@@ -16,8 +16,8 @@ from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallCancelled
 from torchweft.mapreduce import execution, shared
 from torchweft.mapreduce.execution import Execution
-from torchweft.mapreduce.parts import Part
-from torchweft.mapreduce.plan import Plan
+from torchweft.mapreduce.partitioners import Part
+from torchweft.mapreduce.plan import Manner, Plan
 from torchweft.rpc.futures import fail
 
 HEAVY = torch.zeros(1 << 20)
@@ -159,7 +159,7 @@ class Map:
         arguments: The arguments of each part after its number.
         here: The rank of this worker, if it runs parts.
         has_object: Whether the parts share an object.
-        how: Fields of the ``Plan``.
+        how: Fields of the ``Plan``, and of its ``Manner``.
     """
 
     def __init__(
@@ -190,12 +190,11 @@ class Map:
             content=CONTENT if has_object else None,
             own_content=CONTENT if has_object else None,
             may_rerun=True,
-            timeout=-1.0,
-            balance=False,
-            concurrency=1,
+            manner=Manner(-1.0, balance=False, rerun=None, concurrency=1),
             fan_out=4,
         )
-        self.plan = plan._replace(**how)
+        of_manner = {name: how.pop(name) for name in Manner._fields if name in how}
+        self.plan = plan._replace(manner=plan.manner._replace(**of_manner), **how)
         worker: Any = SimpleNamespace(agent=SimpleNamespace(reactor=self.reactor))
         self.execution = Execution(self.plan, self.peers, worker, self.done)
 

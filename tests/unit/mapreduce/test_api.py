@@ -13,7 +13,7 @@ from torchweft import mapreduce
 from torchweft.engine.codec.functions import name_of, resolve
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.mapreduce import api
-from torchweft.mapreduce.parts import Cut
+from torchweft.mapreduce.partitioners import Cut
 from torchweft.mapreduce.plan import Manner
 from torchweft.mapreduce.reducers import reduce
 

@@ -20,12 +20,13 @@ from tests.thorough import examples
 from tests.unit.mapreduce.fake_group import join, stay_outside
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.mapreduce.partitioners import (
+    Part,
     TensorDimensionPartitioner,
     batch_partitioner,
+    broadcast,
     dim_partitioner,
     exclusive_batch_partitioner,
 )
-from torchweft.mapreduce.parts import Part, broadcast
 
 Pair = namedtuple("Pair", "first second")
 X = torch.arange(10.0).view(5, 2)

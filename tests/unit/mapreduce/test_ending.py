@@ -3,15 +3,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.engine.worker.group import group_of
 from torchweft.engine.worker import current
-from torchweft.engine.worker.calls import current_call
 from torchweft.errors import ShutdownError
-from torchweft.mapreduce import ending
+from torchweft.mapreduce import world
 
 
 @pytest.mark.parametrize(
@@ -27,23 +25,7 @@ from torchweft.mapreduce import ending
     ],
 )
 def test_why_a_worker_leaves_is_said_in_a_line(error: BaseException, expected: str) -> None:
-    assert ending._describe(error) == expected
-
-
-def test_who_says_that_its_program_failed_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    with group_of(3) as (me, other, third):
-        monkeypatch.setattr(current, "here", me.agent)
-        ending.failed("nobody said it")
-        token = current_call.set(SimpleNamespace(peer=me.agent.me))  # type: ignore[arg-type]
-        ending.failed("this worker said it")
-        current_call.set(SimpleNamespace(peer=me.peer(other)))  # type: ignore[arg-type]
-        ending.failed("its program raised ValueError: boom")
-        current_call.reset(token)
-        lost = me.peer(other).lost
-        assert lost is not None
-        assert lost.cause == "its program raised ValueError: boom"
-        assert me.agent.me.lost is me.peer(third).lost is None
-        monkeypatch.undo()
+    assert world._describe(error) == expected
 
 
 def test_torchrun_is_told_of_an_error_where_it_started_the_process(
@@ -54,7 +36,7 @@ def test_torchrun_is_told_of_an_error_where_it_started_the_process(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
     def fail() -> None:
-        with pytest.raises(ValueError, match="boom"), ending.recorded():
+        with pytest.raises(ValueError, match="boom"), world.recorded():
             raise ValueError("boom")
 
     fail()
@@ -92,19 +74,19 @@ def test_a_worker_that_leaves_with_a_problem_says_it_and_exits_badly(
 
     ends: list[int] = []
     slept: list[float] = []
-    monkeypatch.setattr(ending.time, "sleep", slept.append)
+    monkeypatch.setattr(world.time, "sleep", slept.append)
     if launched:
         monkeypatch.setenv("LOCAL_RANK", "0")
     else:
         monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(ending, "shutdown", shutdown)
-    monkeypatch.setattr(ending.os, "_exit", ends.append)
+    monkeypatch.setattr(world, "shutdown", shutdown)
+    monkeypatch.setattr(world.os, "_exit", ends.append)
     with group_of(1) as (me,):
         monkeypatch.setattr(current, "here", me.agent)
-        ending._leave(me.agent)
+        world._leave(me.agent)
         assert slept == pauses
         monkeypatch.setattr(current, "here", None)
-        ending._leave(me.agent)
+        world._leave(me.agent)
     assert capsys.readouterr().err == f"weft: worker 'worker0': {said}\n"
     assert ends == []
     del sys._weft_exit_status  # type: ignore[attr-defined]

@@ -16,9 +16,9 @@ from tests.unit.mapreduce import lone_worker
 from torchweft import mapreduce, rpc
 from torchweft.engine.worker.current import current
 from torchweft.errors import CallCancelled, NotInitialized, ReduceError
-from torchweft.mapreduce import map_call, shared
-from torchweft.mapreduce.map_call import MapCall, MapFuture
-from torchweft.mapreduce.parts import Cut, Part
+from torchweft.mapreduce import execution, shared
+from torchweft.mapreduce.execution import MapCall, MapFuture
+from torchweft.mapreduce.partitioners import Cut, Part
 from torchweft.mapreduce.plan import Manner, Plan
 from torchweft.rpc.worker import current_worker
 
@@ -119,7 +119,7 @@ def test_results_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_error(*_: Any) -> None:
         raise ZeroDivisionError("kept")
 
-    monkeypatch.setattr(map_call, "Results", raise_error)
+    monkeypatch.setattr(execution, "Results", raise_error)
     weight = torch.ones(2, requires_grad=True)
     with torchweft.autograd.context():
         future = MapCall(add, cut_of((weight, 1)), MANNER).begin(None)
@@ -243,7 +243,7 @@ def test_who_is_interrupted_while_it_runs_again_leaves_nothing_behind(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(map_call, "wait_for", interrupt)
+    monkeypatch.setattr(execution, "wait_for", interrupt)
     with pytest.raises(KeyboardInterrupt):
         made.run_again()
     assert len(current().calls) == 0

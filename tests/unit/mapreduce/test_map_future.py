@@ -12,8 +12,8 @@ import torch
 
 from tests.unit.mapreduce.fake_calls import FakeReactor
 from torchweft.errors import CallCancelled
-from torchweft.mapreduce import map_call
-from torchweft.mapreduce.map_call import MapFuture
+from torchweft.mapreduce import execution
+from torchweft.mapreduce.execution import MapFuture
 
 LIMIT_S = 20.0
 
@@ -85,7 +85,7 @@ def test_who_waits_does_not_wait_for_callbacks() -> None:
 
 
 def test_a_map_of_a_worker_that_has_shut_down_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(map_call, "_LOOK_S", 0.001)
+    monkeypatch.setattr(execution, "_LOOK_S", 0.001)
     future, reactor = make()
 
     def give_up() -> bool:
@@ -99,7 +99,7 @@ def test_a_map_of_a_worker_that_has_shut_down_is_given_up(monkeypatch: pytest.Mo
 
 
 def test_a_map_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(map_call, "_LOOK_S", 0.0)
+    monkeypatch.setattr(execution, "_LOOK_S", 0.0)
     future, reactor = make()
     future.can_cancel(lambda: pytest.fail("nobody has shut down"))
     assert while_waiting(future, reactor, lambda: future.complete(5)) == 5

@@ -21,14 +21,14 @@ def _no_observer_stays() -> Iterator[None]:
 
 
 def run_map(map_id: int) -> None:
-    observers.begun(map_id, "module.inner__parallelize_async_unwrapped__", 2, WORKERS)
-    observers.started(map_id, 0, "worker0")
-    observers.started(map_id, 1, "worker1")
-    observers.ended(map_id, 0, "worker0", 0.5)
-    observers.moved(map_id, 1, "worker1", "worker0")
-    observers.lost(map_id, "worker1", [1])
-    observers.ended(map_id, 1, "worker0", 0.5)
-    observers.done(map_id, None)
+    observers.tell("begun", map_id, "module.inner__parallelize_async_unwrapped__", 2, WORKERS)
+    observers.tell("started", map_id, 0, "worker0")
+    observers.tell("started", map_id, 1, "worker1")
+    observers.tell("ended", map_id, 0, "worker0", 0.5)
+    observers.tell("moved", map_id, 1, "worker1", "worker0")
+    observers.tell("lost", map_id, "worker1", [1])
+    observers.tell("ended", map_id, 1, "worker0", 0.5)
+    observers.tell("done", map_id, None)
 
 
 def test_maps_are_shown_by_two_displays(monkeypatch: pytest.MonkeyPatch) -> None:

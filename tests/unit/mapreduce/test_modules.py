@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.mapreduce.modules import module_clone
+from torchweft.mapreduce.trees import module_clone
 
 WAYS = ["reference", "clone", "copy", "deepcopy", "ref", "deepclone"]
 

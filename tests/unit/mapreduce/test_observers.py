@@ -36,12 +36,12 @@ class Broken:
 
 def tell_all(observers: Observers) -> list[tuple[object, ...]]:
     error = ValueError("x")
-    observers.begun(4, "double", 2, ["worker0", "worker1"])
-    observers.started(4, 0, "worker0")
-    observers.moved(4, 1, "worker1", "worker0")
-    observers.ended(4, 0, "worker0", 0.5)
-    observers.lost(4, "worker1", [1])
-    observers.done(4, error)
+    observers.tell("begun", 4, "double", 2, ["worker0", "worker1"])
+    observers.tell("started", 4, 0, "worker0")
+    observers.tell("moved", 4, 1, "worker1", "worker0")
+    observers.tell("ended", 4, 0, "worker0", 0.5)
+    observers.tell("lost", 4, "worker1", [1])
+    observers.tell("done", 4, error)
     return [
         ("begun", 4, "double", 2, ["worker0", "worker1"]),
         ("started", 4, 0, "worker0"),
@@ -97,17 +97,17 @@ def test_one_that_exits_does_so_in_the_main_thread_only(is_interrupted: bool) ->
     observers.add(Exits())  # type: ignore[arg-type]
     if is_interrupted:
         with pytest.raises(KeyboardInterrupt):
-            observers.done(1, None)
+            observers.tell("done", 1, None)
     else:
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(observers.done, 1, None).result()
+            pool.submit(observers.tell, "done", 1, None).result()
     assert not observers.is_watched
 
 
 def test_one_that_lacks_a_method_is_removed_too(caplog: pytest.LogCaptureFixture) -> None:
     observers = Observers()
     observers.add(object())  # type: ignore[arg-type]
-    observers.started(1, 0, "worker0")
+    observers.tell("started", 1, 0, "worker0")
     assert "has no attribute 'started'" in caplog.text
 
 
@@ -121,7 +121,9 @@ def test_two_threads_that_meet_a_broken_one_say_so_once(caplog: pytest.LogCaptur
             raise ValueError("twice")
 
     observers.add(BrokenForBoth())  # type: ignore[arg-type]
-    threads = [threading.Thread(target=observers.done, args=(number, None)) for number in (1, 2)]
+    threads = [
+        threading.Thread(target=observers.tell, args=("done", number, None)) for number in (1, 2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -138,6 +140,6 @@ def test_an_observer_may_leave_while_it_is_told() -> None:
 
     observers.add(Leaving())  # type: ignore[arg-type]
     observers.add(after)
-    observers.started(1, 0, "worker0")
-    observers.started(1, 1, "worker0")
+    observers.tell("started", 1, 0, "worker0")
+    observers.tell("started", 1, 1, "worker0")
     assert len(after.told) == 2

@@ -15,13 +15,15 @@ from tests.unit.mapreduce.fake_group import join, stay_outside
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import WorkerInfo
 from torchweft.mapreduce.partitioners import (
+    Cut,
+    Part,
     TensorDimensionPartitioner,
     batch_partitioner,
+    broadcast,
     cut,
     dim_partitioner,
     exclusive_batch_partitioner,
 )
-from torchweft.mapreduce.parts import Cut, Part, broadcast
 
 X = torch.arange(5.0)
 

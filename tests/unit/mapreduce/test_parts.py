@@ -13,7 +13,7 @@ import torch
 from tests.unit.mapreduce.fake_group import join, stay_outside
 from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitialized, UnknownWorker
 from torchweft.ids import WorkerInfo
-from torchweft.mapreduce.parts import (
+from torchweft.mapreduce.partitioners import (
     Broadcast,
     Part,
     all_ranks,

@@ -14,7 +14,7 @@ from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import REQUIRES_GRAD, Context
 from torchweft.autograd.graph import place_of, roots_of
 from torchweft.errors import AutogradError, WorkerLost
-from torchweft.mapreduce.replay import Replay, Results
+from torchweft.mapreduce.autograd import Replay, Results
 
 MODE = PassMode()
 

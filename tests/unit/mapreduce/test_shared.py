@@ -15,8 +15,7 @@ from torchweft.engine.codec.objects import Packed
 from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError
 from torchweft.mapreduce import shared
-from torchweft.mapreduce.shared import Shared, Slot
-from torchweft.mapreduce.turns import NOTHING
+from torchweft.mapreduce.shared import NOTHING, Shared, Slot
 from torchweft.rpc.worker import WORKER, current_worker
 
 

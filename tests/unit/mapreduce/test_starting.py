@@ -12,7 +12,7 @@ from tests.unit.engine.worker.group import group_of
 from torchweft import rpc
 from torchweft.engine.worker import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
-from torchweft.mapreduce import ending
+from torchweft.mapreduce import world
 from torchweft.mapreduce.world import auto_init_rpc, barrier, get_world_info
 
 VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
@@ -26,7 +26,7 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         monkeypatch.delenv(variable, raising=False)
     registered: list[tuple[Any, ...]] = []
     patched = SimpleNamespace(register=lambda *given: registered.append(given))
-    monkeypatch.setattr(ending, "atexit", patched)
+    monkeypatch.setattr(world, "atexit", patched)
     yield registered
     rpc.shutdown()
 

@@ -35,7 +35,7 @@ from torchweft.errors import (
     ProtocolError,
     SerializationError,
 )
-from torchweft.mapreduce import ending, shared
+from torchweft.mapreduce import shared
 from torchweft.nn import owner
 from torchweft.nn.owner import Step
 from torchweft.optim import clipping, local
@@ -203,8 +203,6 @@ def test_maps_run_what_is_registered(served: World) -> None:
     for wrong in (("text", [], 1), (b"", ["text"], 1), (b"", [], "one")):
         with pytest.raises(ArgumentTypeError):
             shared.make(*wrong)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError):
-        ending.failed(3)  # type: ignore[arg-type]
 
 
 def test_a_worker_comes_to_a_gathering_by_itself_and_hears_of_it_from_its_leader(

@@ -80,7 +80,6 @@ class Mark:
 
 
 remotely_callable = Mark(
-    "torchweft.mapreduce.ending",
     "torchweft.mapreduce.shared",
     "torchweft.nn.owner",
     "torchweft.optim.clipping",
