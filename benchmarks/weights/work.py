@@ -180,8 +180,8 @@ class Sampler:
             self._batches.append(Batch(seconds, update_s, is_fetching or self._is_fetching()))
 
     def _is_fetching(self) -> bool:
-        thread = self.subscriber._thread
-        return thread is not None and thread.is_alive()
+        fetch = self.subscriber._fetch
+        return fetch is not None and fetch.is_alive()
 
     def await_version(self, version: int) -> None:
         """Returns when the weights are in use; batches go on."""

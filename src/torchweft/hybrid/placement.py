@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -167,71 +168,58 @@ def measure_shares(
     Raises:
         PlacementError: There is no batch.
     """
-    seen: dict[str, list[Tensor]] = {}
-    bags: dict[str, int] = {}
-    ids_seen: dict[str, int] = {}
-    rows: dict[str, int] = {}
-    placed = [each for each in tables if each.config is not None]
-    count = 0
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(),
-        _evaluating(module),
-        _watching(placed, seen, bags),
-    ):
-        for count, batch in enumerate(batches, start=1):  # noqa: B007  # counts
+    placed = [(each.config, each.table) for each in tables if each.config is not None]
+    counts = {config.name: _Counts() for config, _ in placed}
+    batch_count = 0
+    with torch.no_grad(), torch.random.fork_rng(), _evaluating(module), ExitStack() as hooks:
+        for config, table in placed:
+            note = functools.partial(_note, counts[config.name], is_dynamic=bool(config.dynamic))
+            hooks.enter_context(table.register_forward_pre_hook(note, with_kwargs=True))
+        for batch in batches:
             module(*batch if isinstance(batch, tuple) else (batch,))
-            for name, ids in seen.items():
-                joined = torch.cat(ids)
-                rows[name] = rows.get(name, 0) + int(torch.unique(joined).numel())
-                ids_seen[name] = ids_seen.get(name, 0) + len(joined)
-            seen.clear()
-    if not count:
+            batch_count += 1
+            for count in counts.values():
+                count.end_batch()
+    if not batch_count:
         raise PlacementError("there is no batch to count rows in; pass some, or touched={...}")
-    configs = [each.config for each in placed if each.config is not None]
-    # A dynamic table may be full before a batch is at its end.
     return {
-        each.name: Touched(
-            min(1.0, rows.get(each.name, 0) / count / each.rows),
-            ids_seen.get(each.name, 0) / count,
-            bags.get(each.name, 0) / count,
-        )
-        for each in configs
+        config.name: counts[config.name].touched(batch_count, config.rows) for config, _ in placed
     }
 
 
-@contextmanager
-def _watching(
-    tables: Iterable[Found], seen: dict[str, list[Tensor]], bags: dict[str, int]
-) -> Iterator[None]:
-    handles = []
-    for each in tables:
-        assert each.config is not None
+class _Counts:
+    """What batches look up in a table."""
 
-        def note(table: Any, args: Any, kwargs: Any, config: TableConfig = each.config) -> Any:
-            seen.setdefault(config.name, []).append(ids_of(table, args, kwargs).cpu())
-            bags[config.name] = bags.get(config.name, 0) + _bags_of(table, args, kwargs)
-            return None if config.dynamic is None else _within(table, args, kwargs)
+    def __init__(self) -> None:
+        self.rows = self.ids = self.bags = 0
+        self.of_batch: list[Tensor] = []
 
-        handles.append(each.table.register_forward_pre_hook(note, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def end_batch(self) -> None:
+        """Counts the ids of a batch, and the different rows among them."""
+        if self.of_batch:
+            joined = torch.cat(self.of_batch)
+            self.rows += int(torch.unique(joined).numel())
+            self.ids += len(joined)
+            self.of_batch.clear()
+
+    def touched(self, batches: int, rows: int) -> Touched:
+        """Returns the means over the batches, for a table of so many rows."""
+        # A dynamic table may be full before a batch is at its end.
+        share = min(1.0, self.rows / batches / rows)
+        return Touched(share, self.ids / batches, self.bags / batches)
 
 
-def _bags_of(table: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Returns how many bags a call of an embedding pools; none for ``nn.Embedding``."""
-    if not isinstance(table, nn.EmbeddingBag):
-        return 0
-    given = args[0] if args else kwargs["input"]
-    offsets = args[1] if len(args) > 1 else kwargs.get("offsets")
-    if given.is_nested:
-        return int(given.shape[0])
-    if offsets is None:
-        return int(given.shape[0])
-    return len(offsets) - int(table.include_last_offset)
+def _note(counts: _Counts, table: Any, args: Any, kwargs: Any, *, is_dynamic: bool) -> Any:
+    """Counts a call of an embedding; a hook before its forward pass."""
+    counts.of_batch.append(ids_of(table, args, kwargs).cpu())
+    if isinstance(table, nn.EmbeddingBag):
+        given = args[0] if args else kwargs["input"]
+        offsets = args[1] if len(args) > 1 else kwargs.get("offsets")
+        if given.is_nested or offsets is None:
+            counts.bags += int(given.shape[0])
+        else:
+            counts.bags += len(offsets) - int(table.include_last_offset)
+    return _within(table, args, kwargs) if is_dynamic else None
 
 
 def _within(table: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

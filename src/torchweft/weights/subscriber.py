@@ -101,9 +101,7 @@ class Subscriber(Closing):
         self._changed = threading.Condition()
         self._updating = threading.Lock()
         self._following = Following()
-        self._fetch_number = 0
-        self._thread: threading.Thread | None = None
-        self._call: Future[Sent | None] | None = None
+        self._fetch: _Fetch | None = None
         self._keeps_memory = False
         self._ready: _Ready | None = None
         self._memory: Tensor | None = None
@@ -194,40 +192,32 @@ class Subscriber(Closing):
         if not is_fetch_due or self._is_closed or self._publisher is None:
             return
         self._following.fetching()
-        self._fetch_number += 1
-        thread = threading.Thread(
-            target=_fetch,
-            args=(weakref.ref(self), self._publisher, self._fetch_number),
-            name=f"weft-{self._worker}-weights",
-            daemon=True,
-        )
-        self._thread = thread
-        thread.start()
+        self._fetch = _Fetch(self, self._publisher, f"weft-{self._worker}-weights")
+        self._fetch.start()
 
-    def _abandon_fetch(self) -> threading.Thread | None:
-        """Drops the answer to a fetch that is under way; under the lock. Returns its thread."""
-        self._fetch_number += 1
-        thread, self._thread = self._thread, None
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
-        return thread
+    def _abandon_fetch(self) -> _Fetch | None:
+        """Drops the answer to a fetch that is under way, and returns it; under the lock."""
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None and fetch.call is not None:
+            fetch.call.cancel()
+        return fetch
 
     # A fetch, in a thread of its own
 
-    def _ask(self, number: int, publisher: RRef[Publisher]) -> Future[Sent | None] | None:
+    def ask(self, fetch: _Fetch, publisher: RRef[Publisher]) -> Future[Sent | None] | None:
+        """Asks for a version; returns None if it is not wanted any more."""
         with self._changed:
-            if self._is_closed or number != self._fetch_number:
+            if fetch is not self._fetch:
                 return None
-            have = self._following.have
-            self._call = publisher.rpc_async(self._timeout_s).fetch(have)
-            return self._call
+            fetch.call = publisher.rpc_async(self._timeout_s).fetch(self._following.have)
+            return fetch.call
 
-    def _arrived(self, number: int, sent: Sent | None) -> None:
+    def arrived(self, fetch: _Fetch, sent: Sent | None) -> None:
+        """Checks what was sent; the version is ready then."""
         with self._changed:
-            if self._is_closed or number != self._fetch_number:
+            if fetch is not self._fetch:
                 return
-            self._call = None
+            fetch.call = None  # It has the memory of the version.
             offer = None if sent is None else sent.offer
             is_usable = self._following.arrived(
                 offer, is_shared=sent is not None and sent.is_shared
@@ -243,7 +233,7 @@ class Subscriber(Closing):
         except DeltaError as error:
             _log.warning("%s; whole weights are fetched", error)
         with self._changed:
-            if self._is_closed or number != self._fetch_number:
+            if fetch is not self._fetch:
                 return
             if ready is None:
                 self._count(refused=1)
@@ -270,11 +260,12 @@ class Subscriber(Closing):
         )
         return new
 
-    def _failed(self, number: int, error: Exception) -> None:
+    def failed(self, fetch: _Fetch, error: Exception) -> None:
+        """Notes the error of a fetch, which the next ``update`` raises."""
         with self._changed:
-            if self._is_closed or number != self._fetch_number:
+            if fetch is not self._fetch:
                 return
-            self._call = None
+            fetch.call = None
             self._following.failed()
             if isinstance(error, WorkerLost):
                 self.lost = error
@@ -388,14 +379,14 @@ class Subscriber(Closing):
         """Stops following; the module keeps its version. A fetch that is under way is dropped."""
         with self._changed:
             self._is_closed = True
-            thread = self._abandon_fetch()
+            fetch = self._abandon_fetch()
             if self._finalize is not None:
                 self._finalize()
             self._publisher = None
             self._changed.notify_all()
             self._ready = self._memory = None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        if fetch is not None and fetch is not threading.current_thread():
+            fetch.join()
 
 
 def _check_publisher(publisher: object) -> None:
@@ -403,24 +394,42 @@ def _check_publisher(publisher: object) -> None:
         raise wrong_type("publisher", publisher, "pass a Publisher, or a reference to one")
 
 
-def _fetch(of: weakref.ref[Subscriber], publisher: RRef[Publisher], number: int) -> None:
-    """Fetches one version. Holds no subscriber while it waits, so that a dropped one ends."""
-    subscriber = of()
-    if subscriber is None:
-        return
-    try:
-        call = subscriber._ask(number, publisher)
-        if call is None:
+class _Fetch(threading.Thread):
+    """Fetches one version. Holds no subscriber while it waits, so that a dropped one ends.
+
+    Args:
+        subscriber: Has begun this fetch.
+        publisher: The publisher.
+        name: Name of the thread.
+
+    Attributes:
+        call: The call of the publisher, once it was made.
+    """
+
+    def __init__(self, subscriber: Subscriber, publisher: RRef[Publisher], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.call: Future[Sent | None] | None = None
+        self._of = weakref.ref(subscriber)
+        self._publisher = publisher
+
+    def run(self) -> None:
+        """Asks, waits, and hands the answer or the error to the subscriber."""
+        subscriber = self._of()
+        if subscriber is None:
             return
-        subscriber = None
-        sent = call.wait()
-        subscriber = of()
-        if subscriber is not None:
-            subscriber._arrived(number, sent)
-    except Exception as error:
-        subscriber = of()
-        if subscriber is not None:
-            subscriber._failed(number, error)
+        try:
+            call = subscriber.ask(self, self._publisher)
+            if call is None:
+                return
+            subscriber = None
+            sent = call.wait()
+            subscriber = self._of()
+            if subscriber is not None:
+                subscriber.arrived(self, sent)
+        except Exception as error:
+            subscriber = self._of()
+            if subscriber is not None:
+                subscriber.failed(self, error)
 
 
 def _tell_loss(of: weakref.ref[Subscriber], publisher: str, error: WorkerLost) -> None:
