@@ -523,7 +523,10 @@ class MapFuture(OrderedFuture[T]):
             Exception: A part raised it.
         """
         if not self.done():
-            wait_for(self._reactor, self._over, self.cancel, lambda: self._calls())
+            with self._reactor.waiting(lambda: open_calls(self._calls())):
+                while not self._over.wait(_LOOK_S):
+                    if self._reactor.is_closing:  # The tasks that would end the map may never run.
+                        self.cancel()
         return super().wait()
 
     def cancel(self) -> bool:
@@ -537,24 +540,6 @@ class MapFuture(OrderedFuture[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         return Future.__await__(self)  # type: ignore[arg-type]
-
-
-def wait_for(
-    reactor: Reactor, over: threading.Event, give_up: Callable[[], object], calls: OpenCalls
-) -> None:
-    """Blocks until a map is over, and lets other tasks use this worker's threads meanwhile.
-
-    Args:
-        reactor: Runs the tasks of this worker. If it closes, the tasks that would set ``over`` may
-            never run.
-        over: Set at the end of the map.
-        give_up: Ends the map if the reactor closes.
-        calls: Returns the calls that it waits for, for reports.
-    """
-    with reactor.waiting(lambda: open_calls(calls())):
-        while not over.wait(_LOOK_S):
-            if reactor.is_closing:
-                give_up()
 
 
 class MapCall:
@@ -579,26 +564,16 @@ class MapCall:
 
     def begin(self, reducer: Reducer | None) -> MapFuture[Any]:
         """Sends the first parts, and returns the future of the reduced results."""
-        future: MapFuture[Any] = MapFuture(self._agent.reactor)
 
-        def done(results: list[Any] | None, error: BaseException | None) -> None:
-            if results is None:
-                assert error is not None
-                future.fail(error)
-                return
-            try:
-                self._buffers.update(execution.changed)
-                self._keep(results)
-                reduced = self._reduced(reducer, results)
-            except BaseException as failure:
-                future.fail(failure)
-            else:
-                future.complete(reduced)
+        def reduced(execution: Execution, results: list[Any]) -> Any:
+            self._buffers.update(execution.changed)
+            self._keep(results)
+            if reducer is None:
+                return list(results)
+            self._agent.reactor.arm_all()  # The reducer may take long.
+            return reduce(reducer, list(results), [part.weight for part in self._plan.parts])
 
-        execution = Execution(self._plan, self._peers, self._worker, done)
-        future.can_cancel(execution.cancel, execution.open_calls)
-        execution.begin()
-        return future
+        return self._run(reduced)
 
     def run_again(self) -> list[Any]:
         """Runs all parts again on the remaining workers, in the same autograd context. Blocks.
@@ -610,29 +585,34 @@ class MapCall:
             WorkerLost: No worker is left, or the parts must not run twice.
             Exception: A part raised it.
         """
-        over = threading.Event()
-        outcome: list[tuple[list[Any] | None, BaseException | None]] = []
+        future = self._surroundings.for_this_call().run(self._run, lambda _, results: results)
+        try:
+            found: list[Any] = future.wait()
+        except BaseException:
+            future.cancel()  # Ctrl-C: no thread waits for the results any more.
+            raise
+        return found
+
+    def _run(self, finish: Callable[[Execution, list[Any]], Any]) -> MapFuture[Any]:
+        """Begins to run all parts; the future has what ``finish`` makes of their results."""
+        future: MapFuture[Any] = MapFuture(self._agent.reactor)
 
         def done(results: list[Any] | None, error: BaseException | None) -> None:
-            outcome.append((results, error))
-            over.set()
+            if results is None:
+                assert error is not None
+                future.fail(error)
+                return
+            try:
+                finished = finish(execution, results)
+            except BaseException as failure:
+                future.fail(failure)
+            else:
+                future.complete(finished)
 
-        def begin() -> Execution:
-            execution = Execution(self._plan, self._peers, self._worker, done)
-            execution.begin()
-            return execution
-
-        execution = self._surroundings.for_this_call().run(begin)
-        try:
-            wait_for(self._agent.reactor, over, execution.cancel, execution.open_calls)
-        except BaseException:
-            execution.cancel()  # Ctrl-C: no thread waits for the results any more.
-            raise
-        results, error = outcome[0]
-        if results is None:
-            assert error is not None
-            raise error
-        return results
+        execution = Execution(self._plan, self._peers, self._worker, done)
+        future.can_cancel(execution.cancel, execution.open_calls)
+        execution.begin()
+        return future
 
     def _keep(self, results: list[Any]) -> None:
         """Records the map in its context, so that a backward pass can run it again after a loss."""
@@ -640,9 +620,3 @@ class MapCall:
             with contextlib.suppress(AutogradError):  # The program has left the context.
                 context = self._worker.contexts.get(self._surroundings.context_id)
                 context.maps.append(Results(results, self))
-
-    def _reduced(self, reducer: Reducer | None, results: list[Any]) -> Any:
-        if reducer is None:
-            return list(results)
-        self._agent.reactor.arm_all()  # The reducer may take long.
-        return reduce(reducer, list(results), [part.weight for part in self._plan.parts])

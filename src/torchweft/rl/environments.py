@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,27 +139,6 @@ class Stepped(NamedTuple):
     finals: dict[int, Array]
 
 
-class Group(Protocol):
-    """Environments that step together.
-
-    Attributes:
-        numbers: Number of each, int64.
-        spaces: Observation space and action space of one environment.
-    """
-
-    numbers: Array
-    spaces: tuple[Any, Any]
-
-    def reset(self) -> Array:
-        """Begins all episodes, by the seeds; returns the observations."""
-
-    def step(self, actions: Array) -> Stepped:
-        """Takes a step in each."""
-
-    def close(self) -> None:
-        """Closes them; logs the errors of those that cannot be closed."""
-
-
 _RESET = "reset", 2, "observation and info"
 _STEP = "step", 5, "observation, reward, terminated, truncated and info"
 """Methods of environments, with the number and the names of what they return."""
@@ -190,7 +169,12 @@ def _number(reward: Any, number: int) -> float:
 
 
 class _List:
-    """Environments for single use, one after the other."""
+    """Environments for single use, one after the other.
+
+    Attributes:
+        numbers: Number of each, int64.
+        spaces: Observation space and action space of one environment.
+    """
 
     def __init__(self, environments: list[Any], first: int) -> None:
         self._environments = environments
@@ -200,6 +184,7 @@ class _List:
         self._dtype = getattr(one.observation_space, "dtype", None)
 
     def reset(self) -> Array:
+        """Begins all episodes, by the seeds; returns the observations."""
         return self._stacked(
             [
                 _parts(environment.reset(seed=int(number)), _RESET, int(number))[0]
@@ -229,6 +214,7 @@ class _List:
         return None
 
     def step(self, actions: Array) -> Stepped:
+        """Takes a step in each."""
         observations, finals = [], {}
         size = len(self._environments)
         rewards = np.empty(size, np.float32)
@@ -250,12 +236,13 @@ class _List:
         )
 
     def close(self) -> None:
+        """Closes them; logs the errors of those that cannot be closed."""
         for environment in self._environments:
             _close(environment)
 
 
 class _Native:
-    """A native vector environment."""
+    """A native vector environment; as ``_List``."""
 
     def __init__(self, environment: Any, first: int, size: int) -> None:
         found = getattr(environment, "num_envs", None)
@@ -289,6 +276,10 @@ class _Native:
 
     def close(self) -> None:
         _close(self._environment)
+
+
+Group = _List | _Native
+"""Environments that step together."""
 
 
 def _close(environment: Any) -> None:

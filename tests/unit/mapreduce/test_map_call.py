@@ -243,7 +243,7 @@ def test_who_is_interrupted_while_it_runs_again_leaves_nothing_behind(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(execution, "wait_for", interrupt)
+    monkeypatch.setattr(MapFuture, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         made.run_again()
     assert len(current().calls) == 0
