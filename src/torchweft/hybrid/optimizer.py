@@ -212,10 +212,13 @@ class HybridOptimizer(Optimizer):
 
     def _collect_groups(self) -> None:
         # The dicts of the parts themselves: a change of a learning rate reaches them.
-        self.param_groups[:] = [group for part in self._parts() for group in part.param_groups]
+        self.param_groups[:] = [
+            group for part in self._parts().values() for group in part.param_groups
+        ]
 
-    def _parts(self) -> list[Optimizer]:
-        return [part for part in (self.rows, self.copies, self.dense) if part is not None]
+    def _parts(self) -> dict[str, Optimizer]:
+        parts = {"rows": self.rows, "copies": self.copies, "dense": self.dense}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: the parameters are those of the model.
@@ -237,7 +240,7 @@ class HybridOptimizer(Optimizer):
                 gradient are never stepped.
         """
         self._are_dropped = True
-        for part in self._parts():
+        for part in self._parts().values():
             part.zero_grad(set_to_none)
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
@@ -367,9 +370,9 @@ class HybridOptimizer(Optimizer):
         return states.saved_with_hooks(self, self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
-        parts = {"rows": self.rows, "copies": self.copies, "dense": self.dense}
         return {
-            **{name: None if part is None else part.state_dict() for name, part in parts.items()},
+            **dict.fromkeys(("rows", "copies", "dense")),
+            **{name: part.state_dict() for name, part in self._parts().items()},
             "classes": [] if self.dense is None else states.lineage(type(self.dense)),
         }
 
@@ -389,22 +392,18 @@ class HybridOptimizer(Optimizer):
                 f"{'; '.join(problems[:_NAMED])}. Nothing was loaded; load what state_dict() of an "
                 "optimizer of the same rule, class and model returned"
             )
-        if self.rows is not None:
-            self.rows.load_state_dict(state_dict["rows"])
-        if self.copies is not None:
-            self.copies.load_state_dict(state_dict["copies"])
-        if self.dense is not None:
-            load_exactly(self.dense, state_dict["dense"])
+        for name, part in self._parts().items():
+            load_exactly(part, state_dict[name])
         self._collect_groups()
 
     def weft_differences(self, path: str, state: Any) -> list[str]:
         """Returns why this optimizer cannot have a saved state; for ``torchweft.checkpoint``."""
         if not isinstance(state, dict):
             return [f"{path} is {kind_of(state)}, and no state_dict of a HybridOptimizer"]
-        parts = {"rows": self.rows, "copies": self.copies, "dense": self.dense}
-        for name, part in parts.items():
-            if (state.get(name) is None) != (part is None):
-                only, other = ("has", "lacks") if part is not None else ("lacks", "has")
+        for name in ("rows", "copies", "dense"):
+            is_here = name in self._parts()
+            if (state.get(name) is not None) != is_here:
+                only, other = ("has", "lacks") if is_here else ("lacks", "has")
                 return [
                     f"this optimizer {only} the part {name!r}, and {path} {other} it: place the "
                     "tables as they were, by places={...}"
