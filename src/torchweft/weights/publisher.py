@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 import weakref
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -125,7 +126,8 @@ class Storage:
 
 
 @rebuilds_plain
-class Published(NamedTuple):
+@dataclass
+class Published:
     """Counts of one publisher.
 
     Attributes:
@@ -325,19 +327,15 @@ class Publisher:
         self._storage.prepare_soon()
         elapsed_s = time.perf_counter() - began_s
         with self._lock:
-            longest_s = max(elapsed_s, self._counts.longest_publish_s)
-            self._count(versions=1)
-            self._counts = self._counts._replace(longest_publish_s=longest_s)
+            counts = self._counts
+            counts.versions += 1
+            counts.longest_publish_s = max(elapsed_s, counts.longest_publish_s)
         return version.number
 
     def statistics(self) -> Published:
         """Returns the counts so far."""
         with self._lock:
-            return self._counts
-
-    def _count(self, **more: int) -> None:
-        values = self._counts._asdict()
-        self._counts = self._counts._replace(**{key: values[key] + more[key] for key in more})
+            return replace(self._counts)
 
     # Announcements
 
@@ -421,13 +419,15 @@ class Publisher:
             if found is not None:
                 code = torch.frombuffer(bytearray(found.code), dtype=torch.uint8)
                 with self._lock:
-                    self._count(deltas=1, delta_bytes=len(found.code))
+                    self._counts.deltas += 1
+                    self._counts.delta_bytes += len(found.code)
                 return Sent(offer, False, code, found.checksum)
         with self._lock:
             if is_shared:
-                self._count(shared=1)
+                self._counts.shared += 1
             else:
-                self._count(wholes=1, whole_bytes=self._layout.size_bytes)
+                self._counts.wholes += 1
+                self._counts.whole_bytes += self._layout.size_bytes
         return Sent(offer._replace(base=None), is_shared, new)
 
     def _delta(self, offer: Offer, base: Tensor, new: Tensor) -> delta.Delta | None:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ _log = logging.getLogger("torchweft")
 _ANNOUNCE = f"{announce.__module__}:{announce.__name__}".encode()
 
 
-class Taken(NamedTuple):
+@dataclass
+class Taken:
     """Counts of one subscriber.
 
     Attributes:
@@ -236,15 +238,13 @@ class Subscriber(Closing):
             if fetch is not self._fetch:
                 return
             if ready is None:
-                self._count(refused=1)
+                self._counts.refused += 1
             else:
                 self._ready = ready
                 is_delta = sent.offer.base is not None
-                self._count(
-                    shared=int(sent.is_shared),
-                    deltas=int(is_delta),
-                    wholes=int(not sent.is_shared and not is_delta),
-                )
+                self._counts.shared += sent.is_shared
+                self._counts.deltas += is_delta
+                self._counts.wholes += not (sent.is_shared or is_delta)
                 self._changed.notify_all()
             self._go_on(self._following.checked(sent.offer.version, is_good=ready is not None))
 
@@ -336,9 +336,9 @@ class Subscriber(Closing):
                 self._memory = ready.memory if is_used else None
                 self._go_on(self._following.took())
                 elapsed_s = time.perf_counter() - began_s
-                longest_s = max(elapsed_s, self._counts.longest_update_s)
-                self._count(versions=1)
-                self._counts = self._counts._replace(longest_update_s=longest_s)
+                counts = self._counts
+                counts.versions += 1
+                counts.longest_update_s = max(elapsed_s, counts.longest_update_s)
                 if interrupt is not None:
                     raise interrupt
                 return self.version
@@ -369,11 +369,7 @@ class Subscriber(Closing):
     def statistics(self) -> Taken:
         """Returns the counts so far."""
         with self._changed:
-            return self._counts
-
-    def _count(self, **more: int) -> None:
-        values = self._counts._asdict()
-        self._counts = self._counts._replace(**{key: values[key] + more[key] for key in more})
+            return replace(self._counts)
 
     def close(self) -> None:
         """Stops following; the module keeps its version. A fetch that is under way is dropped."""
