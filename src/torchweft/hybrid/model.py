@@ -61,29 +61,26 @@ class RemoteTable(nn.Module):
     Args:
         name: Name of the table.
         table: The module that it replaces.
+        passes: The passes of the model, which look the table up.
     """
 
-    def __init__(self, name: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
+    def __init__(self, name: str, table: nn.Embedding | nn.EmbeddingBag, passes: Passes) -> None:
         super().__init__()
         self.name = name
         for setting in table.__constants__:
             setattr(self, setting, getattr(table, setting))
         self.shape = tuple(table.weight.shape)
         self.includes_last = bool(getattr(table, "include_last_offset", False))
-        self._passes: Passes | None = None
+        self._passes = passes
         self.train(table.training)
         # What the program has hung on the module stays: hooks see the same calls.
         for hooks in _HOOKS:
             setattr(self, hooks, getattr(table, hooks))
 
-    def connect(self, passes: Passes) -> None:
-        """Sets the passes of the model, which look the table up."""
-        self._passes = passes
-
     @property
     def weft_saved_by(self) -> str:
         """What a ``state_dict`` lacks, and how that is saved; for ``torchweft.checkpoint``."""
-        return "" if self._passes is None else self._passes.saved_by
+        return self._passes.saved_by
 
     def requires_grad_(self, requires_grad: bool = True) -> RemoteTable:
         """Refuses to freeze the rows, which are no parameters.
@@ -105,7 +102,6 @@ class RemoteTable(nn.Module):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Looks up ids; see ``nn.Embedding`` and ``nn.EmbeddingBag``. Blocks."""
-        assert self._passes is not None
         given = Jagged(input, offsets, per_sample_weights, self.includes_last)
         return self._passes.look_up(self.name, given)
 
@@ -123,18 +119,17 @@ class RemoteTable(nn.Module):
         return f"{self.name!r}, {rows}, {dim}, on servers"
 
 
-def replace_tables(module: nn.Module, tables: list[Found]) -> list[RemoteTable]:
+def replace_tables(module: nn.Module, tables: Sequence[Found], passes: Passes) -> None:
     """Puts remote tables in the places of modules, in each place where a module occurs."""
-    remote = {id(each.table): RemoteTable(each.name, each.table) for each in tables}
+    remote = {id(each.table): RemoteTable(each.name, each.table, passes) for each in tables}
     for _, parent in list(module.named_modules()):
         for name, child in parent._modules.items():
             if id(child) in remote:
                 parent._modules[name] = remote[id(child)]
-    return list(remote.values())
 
 
 def replicate(
-    module: nn.Module, names: list[str], reductions: Reductions, **options: Any
+    module: nn.Module, names: Sequence[str], reductions: Reductions, **options: Any
 ) -> tuple[nn.Module, list[Any]]:
     """Puts modules under ``DistributedDataParallel``.
 
@@ -147,27 +142,26 @@ def replicate(
     Returns:
         The module to call, and the replicas. A module without trained parameters is none.
     """
-    if not names:
-        if not any(each.requires_grad for each in module.parameters()):
-            return module, []
-        whole = _replica(module, reductions, options)
-        return whole, [whole]
-    found = []
-    for name in names:
-        parent, _, last = name.rpartition(".")
-        replica = _replica(module.get_submodule(name), reductions, options)
-        module.get_submodule(parent)._modules[last] = replica
-        found.append(replica)
-    return module, found
+    if not names and not any(each.requires_grad for each in module.parameters()):
+        return module, []
+    wholes = [module.get_submodule(name) for name in names or [""]]
+    replicas = [_replica(each, reductions, options) for each in wholes]
+    for name, replica in zip(names, replicas, strict=False):
+        _put(module, name, replica)
+    return module if names else replicas[0], replicas
 
 
 def dissolve(module: nn.Module, names: Iterable[str]) -> None:
     """Takes modules of a model out of ``DistributedDataParallel``."""
     for name in names:
-        parent, _, last = name.rpartition(".")
         replica = module.get_submodule(name)
         if isinstance(replica, DistributedDataParallel):
-            module.get_submodule(parent)._modules[last] = replica.module
+            _put(module, name, replica.module)
+
+
+def _put(module: nn.Module, path: str, part: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    module.get_submodule(parent)._modules[name] = part
 
 
 def _replica(
@@ -321,6 +315,7 @@ class HybridModel(nn.Module):
         self._collective_s = limit_of(timeout, _COLLECTIVE_S)
         self._reductions: Reductions | None = None
         self.tables: Tables | None = None
+        self._passes: Passes | None = None
         self._moved = Moved(
             "rows are on servers: make the optimizer by HybridModel.optimizer(rows, "
             "dense), and clip gradients by its clip_grad_norm_(max_norm)"
@@ -333,7 +328,6 @@ class HybridModel(nn.Module):
             if id(each) in table_of
         }
         self._averages = reduction == "mean"
-        self._passes = None if self.tables is None else Passes(self.tables)
         self._module = [module]  # in a list: it is registered below, as it is called
         self._copies = self._keep(module, tables, moved)
         self._dense = _dense_parameters(module, self._copies)
@@ -357,6 +351,7 @@ class HybridModel(nn.Module):
         moved = [each for each in tables if each.name in there]
         self._fill(self.tables, moved)
         self._moved.add(each.table.weight for each in moved)
+        self._passes = Passes(self.tables)
         return moved
 
     def _replicate(
@@ -368,9 +363,8 @@ class HybridModel(nn.Module):
         self._reductions = Reductions(
             process_group, workers, turns, averages=self._averages, reducer=reducer
         )
-        paths = list(self._replicas_at)
         self.called, self._replicas = replicate(
-            module, paths, self._reductions, process_group=process_group, **ddp
+            module, self._replicas_at, self._reductions, process_group=process_group, **ddp
         )
 
     def _keep(
@@ -379,9 +373,8 @@ class HybridModel(nn.Module):
         """Takes moved tables out of the module; returns those that stay."""
         for each in tables:
             each.table.sparse = False  # Their gradients are all-reduced as a whole.
-        for remote in replace_tables(module, list(moved)):
-            assert self._passes is not None
-            remote.connect(self._passes)
+        if self._passes is not None:
+            replace_tables(module, moved, self._passes)
         return [Copied(each) for each in tables if each.config is not None and each not in moved]
 
     def _fill(self, tables: Tables, moved: Sequence[Found]) -> None:
