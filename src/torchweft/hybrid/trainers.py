@@ -50,6 +50,9 @@ class Turns:
         trainers: Names of the trainers.
         limit_s: How long a collective may wait, in seconds; infinity for no limit but that of the
             process group.
+
+    Attributes:
+        begun: How many collectives this trainer has begun.
     """
 
     def __init__(self, token: str, name: str, trainers: Sequence[str], limit_s: float) -> None:
@@ -57,17 +60,12 @@ class Turns:
         self._token = token
         self._name = name
         self._others = [each for each in trainers if each != get_worker_info().name]
-        self._begun = 0
+        self.begun = 0
         _open[token] = self
-
-    @property
-    def begun(self) -> int:
-        """How many collectives this trainer has begun."""
-        return self._begun
 
     def begin(self) -> float:
         """Counts one more collective; returns when it began, by ``time.monotonic``."""
-        self._begun += 1
+        self.begun += 1
         return time.monotonic()
 
     def close(self) -> None:
@@ -107,15 +105,13 @@ class Turns:
                 states[name] = f"cannot be asked ({error})"
         for name, call in calls.items():
             try:
-                states[name] = self._state(call.wait())
+                begun = call.wait()
+                states[name] = "has closed the model"
+                if begun is not None:
+                    states[name] = f"is {self.begun - begun} behind" if begun < self.begun else ""
             except WeftError as error:
                 states[name] = f"does not answer ({error})"
         return states
-
-    def _state(self, begun: int | None) -> str:
-        if begun is None:
-            return "has closed the model"
-        return f"is {self._begun - begun} behind" if begun < self._begun else ""
 
 
 def is_timeout(error: BaseException | None) -> bool:

@@ -58,7 +58,7 @@ class Counted(Turns):
     """Counts collectives, and knows who is missing without asking."""
 
     def __init__(self) -> None:
-        self.limit_s, self._begun = math.inf, 0
+        self.limit_s, self.begun = math.inf, 0
 
     def missing(self, what: str, began_s: float) -> CallTimeout:
         return CallTimeout(f"{what}, number {self.begun}", worker="absent")
