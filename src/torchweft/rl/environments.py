@@ -264,15 +264,14 @@ class _Native:
 
     def reset(self) -> Array:
         self._has_ended[:] = False
-        observations: Array = self._environment.reset(seed=int(self.numbers[0]))[0]
-        return observations
+        return np.array(self._environment.reset(seed=int(self.numbers[0]))[0])  # As in ``step``.
 
     def step(self, actions: Array) -> Stepped:
         observations, rewards, terminated, truncated, _ = self._environment.step(actions)
-        is_reset, self._has_ended = self._has_ended, terminated | truncated
         # Copies: some environments return the same arrays again and again.
-        ends = np.array(terminated), np.array(truncated)
-        return Stepped(observations.copy(), np.array(rewards, np.float32), *ends, is_reset, {})
+        ends = np.array(terminated, np.bool_), np.array(truncated, np.bool_)
+        is_reset, self._has_ended = self._has_ended, ends[0] | ends[1]
+        return Stepped(np.array(observations), np.array(rewards, np.float32), *ends, is_reset, {})
 
     def close(self) -> None:
         _close(self._environment)

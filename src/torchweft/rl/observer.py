@@ -206,14 +206,15 @@ class _Half:
     def columns(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns the steps by field of a trajectory, and the outputs of the policy; time first."""
         observations, starts, decisions, found = zip(*self._taken, strict=True)
+        kind = observations[0].dtype
         arrays = {
-            "observations": observations,
+            "observations": [each.astype(kind, copy=False) for each in observations],
             "rewards": [each.rewards for each in found],
             "terminated": [each.terminated for each in found],
             "truncated": [each.truncated for each in found],
             "valid": [~each.is_reset for each in found],
             "starts": starts,
-            "versions": [np.full(self.size, each.version) for each in decisions],
+            "versions": [np.full(self.size, each.version, np.int64) for each in decisions],
         }
         fields = {name: torch.from_numpy(np.stack(steps)) for name, steps in arrays.items()}
         fields["actions"] = torch.stack([each.actions for each in decisions])

@@ -244,6 +244,33 @@ def test_an_environment_may_return_the_same_array_again_and_again() -> None:
     assert found.final_observations.tolist() == [[3], [3]]
 
 
+class OneVector(Walks):
+    """Returns all of its results in the same arrays again and again."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._seen = np.zeros((count, 3), np.float32)
+        self._rewards = np.zeros(count, np.float32)
+        self._ends = np.zeros((2, count), np.bool_)
+
+    def reset(self, seed: int | None = None) -> Any:
+        self._seen[:], told = super().reset(seed)
+        return self._seen, told
+
+    def step(self, actions: Any) -> Any:
+        self._seen[:], self._rewards[:], self._ends[0], self._ends[1], told = super().step(actions)
+        return self._seen, self._rewards, *self._ends, told
+
+
+def test_so_may_a_native_vector() -> None:
+    found = [
+        Observer(0, Environments(make, 4, vectorized=True), walk_policy()).observe(25)
+        for make in (Walks, OneVector)
+    ]
+    assert found[0].ends.any()
+    assert equal(*found)
+
+
 class Depth(OneArray):
     """Observations of a type that PyTorch has few operations for, as those of depth cameras."""
 
