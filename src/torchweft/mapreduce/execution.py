@@ -186,18 +186,15 @@ class Execution:
 
     def _go_on_with(self, part: int, attempt: int, worker: int, done: Any) -> None:
         try:
-            self._take(part, attempt, worker, done)
+            try:
+                result = wait_unseen(done)
+            except BaseException as error:
+                self._failed(part, attempt, worker, error)
+            else:
+                self._ended(part, attempt, worker, result)
         except BaseException as error:  # Inspecting the result failed.
             self._give_up(error)
         self._act_alone()
-
-    def _take(self, part: int, attempt: int, worker: int, done: Any) -> None:
-        try:
-            result = wait_unseen(done)
-        except BaseException as error:
-            self._failed(part, attempt, worker, error)
-        else:
-            self._ended(part, attempt, worker, result)
 
     def _ended(self, part: int, attempt: int, worker: int, result: Any) -> None:
         changed: Sequence[Changed] = ()

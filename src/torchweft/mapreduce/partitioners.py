@@ -101,11 +101,6 @@ def bare(tree: Any) -> Any:
     )
 
 
-def unwrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a function without the marks of ``broadcast``."""
-    return bare(args), bare(kwargs)
-
-
 def kind_of(value: object) -> str:
     """Describes a value, for error messages."""
     name = type(value).__name__
@@ -254,7 +249,7 @@ class TensorDimensionPartitioner:
         flat, spec = trees.flatten((args, kwargs), _is_whole)
         length = self._length(flat, args, kwargs)
         if length is None:
-            return [Part(get_world_rank(), *unwrap(args, kwargs))]
+            return [Part(get_world_rank(), *bare((args, kwargs)))]
         ranks = self.ranks()
         sizes = self._sizes(length, len(ranks))
         columns = [self._pieces(leaf, sizes) for leaf in flat]
@@ -403,7 +398,7 @@ def cut(
             "args, kwargs), the rank or name of a worker, or None for batch_partitioner"
         )
     rank = rank_of(partitioner, "partitioner")
-    return Cut([Part(rank, *unwrap(own_args, own_kwargs))], (rank,), is_any=False)
+    return Cut([Part(rank, *bare((own_args, own_kwargs)))], (rank,), is_any=False)
 
 
 def _cut_by(
@@ -450,7 +445,8 @@ def _part(triple: Any, where: str) -> Part:
     rank = rank_of(worker, f"the worker in {where}")
     own_args, own_kwargs = _arguments(args, kwargs, f" in {where}")
     weight = triple.weight if isinstance(triple, Part) else 1.0
-    return Part(rank, *unwrap(own_args, own_kwargs), weight=weight)
+    part_args, part_kwargs = bare((own_args, own_kwargs))
+    return Part(rank, part_args, part_kwargs, weight)
 
 
 def _arguments(args: Any, kwargs: Any, where: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

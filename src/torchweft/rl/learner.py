@@ -373,17 +373,16 @@ class Observers(Closing):
         while not (found := self._collected()):
             self._check_any()
             if self.refused > before and time.monotonic() > deadline_s:
-                raise self._too_stale(self.refused - before)
+                refused = self.refused - before
+                raise TooStale(
+                    f"all {refused} trajectories of a round were refused: the policy had more than "
+                    f"most_stale={self._most_stale} updates since the oldest of their actions. "
+                    "Update it less often while observers act, take fewer steps, or allow for "
+                    "older trajectories",
+                    most_stale=self._most_stale or 0,
+                    refused=refused,
+                )
         return [found[number] for number in sorted(found)]
-
-    def _too_stale(self, refused: int) -> TooStale:
-        return TooStale(
-            f"all {refused} trajectories of a round were refused: the policy had more than "
-            f"most_stale={self._most_stale} updates since the oldest of their actions. Update it "
-            "less often while observers act, take fewer steps, or allow for older trajectories",
-            most_stale=self._most_stale or 0,
-            refused=refused,
-        )
 
     def _collected(self) -> dict[int, Trajectory]:
         self._asked.expected = 0  # The agent awaits all again, also those that it has given up.

@@ -23,7 +23,6 @@ from torchweft.mapreduce.partitioners import (
     kind_of,
     rank_of,
     ranks_of,
-    unwrap,
     with_note,
     without_lost,
 )
@@ -59,7 +58,7 @@ def test_marks_do_not_add_up() -> None:
 
 def test_arguments_lose_their_marks_and_keep_all_else() -> None:
     w, others = torch.zeros(2), [torch.ones(1), {"deep": (1, 2)}]
-    args, kwargs = unwrap((broadcast(w), others, {"w": [broadcast(w)]}), {"key": broadcast(w)})
+    args, kwargs = bare(((broadcast(w), others, {"w": [broadcast(w)]}), {"key": broadcast(w)}))
     assert args[0] is args[2]["w"][0] is kwargs["key"] is w
     assert args[1] is others
 
