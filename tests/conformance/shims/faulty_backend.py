@@ -8,9 +8,10 @@ from typing import Any
 
 from tests.conformance.shims.fault_plan import Plan
 from tests.conformance.shims.faults import Faults
-from torchweft.compat.rpc import backend_registry, constants
+from torchweft.compat.rpc import backend_registry
 from torchweft.compat.rpc.agents import TensorPipeAgent
-from torchweft.compat.rpc.options import TensorPipeRpcBackendOptions
+from torchweft.rpc import constants
+from torchweft.rpc.options import TensorPipeRpcBackendOptions
 from torchweft.rpc.worker import current_worker
 
 NO_DELAYS: Mapping[str, float] = MappingProxyType({})

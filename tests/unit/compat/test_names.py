@@ -23,7 +23,7 @@ import torchweft.compat
 from tests.tables import cases
 from torchweft.compat import rpc
 from torchweft.compat.installing import MODULES, NAMES
-from torchweft.compat.rpc import absent, api
+from torchweft.compat.rpc import api, names
 from torchweft.compat.rpc.backend_registry import register_backend
 from torchweft.errors import NotSupported
 
@@ -220,7 +220,7 @@ def test_the_enumeration_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rpc.BackendType.NEWEST.name == "NEWEST"
 
 
-@cases("name", sorted({**absent.FUNCTIONS, **absent.MEMBERSHIP}))
+@cases("name", sorted({**names.FUNCTIONS, **names.MEMBERSHIP}))
 def test_what_has_no_meaning_says_so_when_it_is_called(name: str) -> None:
     function: Any = getattr(rpc, name, None) or getattr(api, name)
     with pytest.raises(NotSupported, match=f"Weft has no {name}: ") as caught:

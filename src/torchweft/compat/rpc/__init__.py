@@ -13,20 +13,7 @@ import logging
 from typing import Any
 
 from torchweft.compat import autograd as dist_autograd
-from torchweft.compat.rpc import (
-    _utils,
-    absent,
-    api,
-    backend_registry,
-    constants,
-    functions,
-    internal,
-    joining,
-    options,
-    rref_proxy,
-    server_process_global_profiler,
-)
-from torchweft.compat.rpc.absent import RemoteProfilerManager, _cleanup_python_rpc_handler
+from torchweft.compat.rpc import api, backend_registry, internal, joining, names
 from torchweft.compat.rpc.agents import RpcAgent, TensorPipeAgent
 from torchweft.compat.rpc.api import (
     AllGatherStates,
@@ -57,26 +44,21 @@ from torchweft.compat.rpc.backend_registry import (
     init_backend,
     register_backend,
 )
-from torchweft.compat.rpc.constants import (
-    _DEFAULT_INIT_METHOD,
-    _DEFAULT_NUM_WORKER_THREADS,
-    _DEFAULT_RPC_TIMEOUT_SEC,
-    _UNSET_RPC_TIMEOUT,
-)
 from torchweft.compat.rpc.joining import (
     _get_debug_info,
     _init_rpc_backend,
     _validate_rpc_args,
     init_rpc,
 )
-from torchweft.compat.rpc.options import (
-    RpcBackendOptions,
-    TensorPipeRpcBackendOptions,
-    _TensorPipeRpcBackendOptionsBase,
+from torchweft.compat.rpc.names import (
+    RemoteProfilerManager,
+    _cleanup_python_rpc_handler,
+    _server_process_global_profile,
 )
 from torchweft.compat.rpc.references import PyRRef, RRef
-from torchweft.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from torchweft.ids import WorkerInfo
+from torchweft.rpc.options import BackendOptions as RpcBackendOptions
+from torchweft.rpc.options import TensorPipeRpcBackendOptions
 
 __all__ = [
     "AllGatherStates",
@@ -121,4 +103,7 @@ def is_available() -> bool:
     return True
 
 
-globals().update(absent.FUNCTIONS)
+_TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
+"""In PyTorch, the part of the class that is in C++."""
+
+globals().update({**names.FUNCTIONS, **names.DEFAULTS})

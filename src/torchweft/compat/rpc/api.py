@@ -18,10 +18,8 @@ import torch
 from torch.autograd import profiler
 
 import torchweft.rpc
-from torchweft.compat.rpc import absent, agents
-from torchweft.compat.rpc.absent import RemoteProfilerManager
+from torchweft.compat.rpc import agents, names
 from torchweft.compat.rpc.agents import RpcAgent, TensorPipeAgent
-from torchweft.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from torchweft.compat.rpc.internal import (
     PythonUDF,
     RPCExecMode,
@@ -29,6 +27,7 @@ from torchweft.compat.rpc.internal import (
     _internal_rpc_pickler,
     pickled_call,
 )
+from torchweft.compat.rpc.names import RemoteProfilerManager
 from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.compat.waiting import _thread_local_var, _wait_all, note_future
 from torchweft.engine.codec.registry import remotely_callable_unless_strict
@@ -42,6 +41,7 @@ from torchweft.errors import (
 )
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.collective import Gathering, Limits, current_gatherings, members, tell
+from torchweft.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future, fail
 
 __all__ = [
@@ -69,7 +69,7 @@ _agent: Any = None
 
 _MOST_NAMED = 16
 
-globals().update(absent.INTERNAL_STEPS)
+globals().update(names.INTERNAL_STEPS)
 
 
 def _is_current_rpc_agent_set() -> bool:

@@ -11,17 +11,21 @@ from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
-from torchweft.compat.rpc import absent, api, constants
-from torchweft.compat.rpc import constants as rpc_constants
+from torchweft.compat.rpc import api, names
 from torchweft.compat.rpc.agents import TensorPipeAgent
-from torchweft.compat.rpc.options import TensorPipeRpcBackendOptions
 from torchweft.compat.rpc.references import RRef
 from torchweft.engine.codec.exceptions import as_runtime_error, chain
 from torchweft.engine.codec.tracebacks import places_of, shorten
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
+from torchweft.rpc import constants
+from torchweft.rpc import constants as rpc_constants
 from torchweft.rpc.joining import join_group
-from torchweft.rpc.options import from_tensorpipe, warn_of_ignored
+from torchweft.rpc.options import (
+    TensorPipeRpcBackendOptions,
+    from_tensorpipe,
+    warn_of_ignored,
+)
 from torchweft.rpc.worker import current_worker
 
 __all__ = [
@@ -33,7 +37,7 @@ __all__ = [
     "register_backend",
 ]
 
-globals().update(absent.MEMBERSHIP)
+globals().update(names.MEMBERSHIP)
 
 _log = logging.getLogger("torchweft")
 

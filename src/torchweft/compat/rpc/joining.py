@@ -19,10 +19,10 @@ import torchweft.rpc
 from torchweft import knobs
 from torchweft.compat import autograd as dist_autograd
 from torchweft.compat.rpc import api, backend_registry
-from torchweft.compat.rpc.options import RpcBackendOptions
 from torchweft.engine.worker.rendezvous import check_answers, open_store, why_not_open
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
 from torchweft.patching import check_unpatched
+from torchweft.rpc.options import BackendOptions as RpcBackendOptions
 
 _log = logging.getLogger("torchweft")
 

@@ -15,8 +15,8 @@ import torch
 from torch.autograd.profiler import record_function
 
 import torchweft.rpc
-from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
-from torchweft.compat.rpc.rref_proxy import RRefProxy
+from torchweft.compat.rpc.names import module_of
+from torchweft.compat.waiting import note_future
 from torchweft.engine.codec.registry import remotely_callable_unless_strict
 from torchweft.engine.worker import current as current_agent
 from torchweft.engine.worker.agent import Agent
@@ -31,12 +31,14 @@ from torchweft.errors import (
 )
 from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId, WorkerInfo
+from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.functions import async_execution
 from torchweft.rpc.futures import OrderedFuture, fail, wait_unseen
+from torchweft.rpc.rref import Proxy
 from torchweft.rpc.serving import WhenReady
 from torchweft.rpc.worker import current_worker
 
-__all__ = ["PyRRef", "RRef"]
+__all__ = ["PyRRef", "RRef", "RRefProxy"]
 
 T = TypeVar("T")
 AnyFuture = torch.futures.Future[Any]
@@ -45,6 +47,48 @@ _POLL_S = 0.001
 _NOT_MADE_HERE = -1
 _local_ids = shared_count()
 """Numbers the references that this process makes: PyTorch shows such numbers in texts."""
+
+
+_WAYS = {"rpc_sync": "sync", "rpc_async": "async", "remote": "remote"}
+_SCRIPTED = (torch.jit.ScriptModule, torch._C.ScriptModule)
+
+
+class RRefProxy(Proxy):
+    """Calls the methods of a referenced value on the worker that owns it.
+
+    PyTorch first asks the owner for the type of the value, and so knows the methods. Here a call
+    for a result is sent at once, and fails if the method does not exist. A ``remote`` has no
+    result that could report this, so here too the owner is asked first. That costs the first
+    ``remote`` of each reference one more round trip, and the time until the value is made.
+
+    Args:
+        rref: The reference.
+        rpc_api: Selects what a method returns: the function ``rpc_sync``, ``rpc_async`` or
+            ``remote``, or Weft's name for it.
+        timeout: Seconds for each call; negative for the default, 0 for no limit.
+    """
+
+    def __init__(self, rref: Any, rpc_api: Any, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        super().__init__(rref, _WAYS.get(getattr(rpc_api, "__name__", ""), rpc_api), timeout)
+        self._rref = rref
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        if self._way == "remote":
+            self._check_has(name)
+        result = super()._call(name, *args, **kwargs)
+        if self._way == "async":
+            note_future(result)
+        elif self._way == "remote" and self._timeout > 0:
+            result._watch_creation(self._timeout)
+        return result
+
+    def _check_has(self, name: str) -> None:
+        try:
+            value_type = self._rref._get_type(self._timeout)
+        except SerializationError:
+            return  # The class cannot be sent; using the result raises the error.
+        if not issubclass(value_type, _SCRIPTED):
+            getattr(value_type, name)
 
 
 class RRef(torchweft.rpc.RRef[T]):
@@ -320,3 +364,8 @@ def _rref_typeof_on_owner(reference: torchweft.rpc.RRef[Any]) -> Any:
     """Returns the type of a value of this worker, when the value has been made."""
     owned = current_worker().references.value_of(reference.id)
     return WhenReady(owned, lambda value: (_rref_typeof_on_owner, type(value)), reference)
+
+
+module_of(
+    "rref_proxy", ["RRefProxy"], {"RRefProxy": RRefProxy, "UNSET_RPC_TIMEOUT": UNSET_RPC_TIMEOUT}
+)

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from torchweft.compat.rpc import constants
 from torchweft.compat.rpc.api import _limits
+from torchweft.rpc import constants
 from torchweft.rpc.collective import Limits
 
 

@@ -17,10 +17,11 @@ from torchweft.compat.rpc.backend_registry import (
     log_failure,
     register_backend,
 )
-from torchweft.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchweft.engine.codec.exceptions import pack_error, unpack_error
 from torchweft.engine.worker import current
 from torchweft.errors import WeftError
+from torchweft.rpc.options import BackendOptions as RpcBackendOptions
+from torchweft.rpc.options import TensorPipeRpcBackendOptions
 
 CALLER: Any = SimpleNamespace(name="trainer")
 

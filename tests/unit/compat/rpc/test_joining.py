@@ -9,8 +9,9 @@ from torch.distributed.distributed_c10d import Store
 
 from torchweft.compat import rpc
 from torchweft.compat.rpc import api, backend_registry
-from torchweft.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
+from torchweft.rpc.options import BackendOptions as RpcBackendOptions
+from torchweft.rpc.options import TensorPipeRpcBackendOptions
 
 
 class Options(RpcBackendOptions):
