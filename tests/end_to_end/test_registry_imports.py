@@ -13,7 +13,7 @@ def loaded():
     return {name for name in sys.modules if name.startswith("torchweft.")}
 
 before = loaded()
-unmarked = ("torchweft.checkpoint.owner:write", "torchweft.rpc.joining:shutdown", "os:system")
+unmarked = ("torchweft.checkpoint.owners:write", "torchweft.rpc.joining:shutdown", "os:system")
 for name in ("torchweft.compat.rpc.references:when_made", *unmarked):
     assert not remotely_callable.has(name)
     assert not rebuilds_plain.has(name)

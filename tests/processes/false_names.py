@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchweft import checkpoint, embedding, hybrid, rl, rpc, weights
-from torchweft.checkpoint import StepGate, gate, owner
+from torchweft.checkpoint import StepGate, gate, owners
 from torchweft.embedding import (
     SGD,
     TableConfig,
@@ -29,7 +29,7 @@ HONEST, SERVER, LIAR = "honest", "server", "liar"
 RANKS = {HONEST: 0, SERVER: 1, LIAR: 2}
 PACKAGES = (checkpoint, embedding, hybrid, rl, weights)
 WORDS = TableConfig("words", 4, 2, "none", torch.float64)
-TICKET, STEP = "ticket", "step"
+STEP = "step"
 FILE = "000001-step1-0123abcd", "1-server.pt"
 
 _kept: dict[str, Any] = {}
@@ -69,8 +69,8 @@ def begin(directory: str) -> None:
     _kept["group"], _ = rpc.rpc_sync(HONEST, groups.join, ("grouped", grouped, 0, 0, {}, LIMIT_S))
     made = StepGate()
     _kept["gate"] = made.reference
-    rpc.rpc_sync(HONEST, gate._enter, (made.reference, STEP))
-    rpc.rpc_sync(SERVER, owner.capture, (TICKET, [], [], False))
+    rpc.rpc_sync(HONEST, gate._begin, (made.reference, STEP, False))
+    *_, _kept["part"] = rpc.rpc_sync(SERVER, owners.capture, ([], [], False))
     _kept["publisher"] = rpc.RRef(Publisher(nn.Linear(2, 1)))
     _kept["inbox"] = rpc.rpc_sync(SERVER, follow, (_kept["publisher"],))
     _kept["directory"] = directory
@@ -99,8 +99,8 @@ def finish() -> dict[str, Any]:
     found["moved"] = (_kept["before"] - tables.weights("words")).tolist()
     tables.close()
     found["inside"] = rpc.rpc_sync(HONEST, gate._inside, (_kept["gate"],))
-    given = TICKET, _kept["directory"], *FILE
-    found["written"] = rpc.rpc_sync(SERVER, owner.write, given)[0] > 0
+    given = _kept["part"], _kept["directory"], *FILE
+    found["written"] = rpc.rpc_sync(SERVER, owners.write, given)[0] > 0
     _kept["publisher"].local_value().publish()
     found["version"] = rpc.rpc_sync(SERVER, take, (LIMIT_S,))
     _kept["group"].rpc_sync().close()
@@ -137,7 +137,7 @@ def _unsubscribe() -> Any:
 
 
 def _write() -> Any:
-    return rpc.rpc_sync(SERVER, owner.write, (TICKET, _told("directory"), *FILE))
+    return rpc.rpc_sync(SERVER, owners.write, (_told("part"), _told("directory"), *FILE))
 
 
 def _join_group() -> Any:
@@ -162,7 +162,7 @@ LIES: dict[str, Callable[[], Any]] = {
     "a pull of another member": lambda: _told("group").rpc_sync().pull(1, 0, {}),
     "another member leaves": lambda: _told("group").rpc_sync().close(),
     "another's step has ended": lambda: rpc.rpc_sync(HONEST, gate._end, (_told("gate"), STEP)),
-    "another's part is dropped": lambda: rpc.rpc_sync(SERVER, owner.drop, (TICKET,)),
+    "another's part is dropped": lambda: rpc.rpc_sync(SERVER, owners.drop, (_told("part"),)),
     "another's part is written": _write,
     "another's version": _announce,
     "another's subscription ends": lambda: (
@@ -176,8 +176,8 @@ OUTCOMES = {
     "another member leaves": f"{NOT_USED} 'grouped' on worker {HONEST!r}",
     "another's step has ended": "None",
     "another's part is dropped": "None",
-    "another's part is written": f"CheckpointError: worker {SERVER!r} holds nothing of this "
-    f"snapshot for worker {LIAR!r}",
+    "another's part is written": f"CheckpointError: worker {SERVER!r} holds nothing for worker "
+    f"{LIAR!r}",
     "another's version": "False",
 }
 """How the answers begin; those of the other lies name both workers."""

@@ -17,10 +17,10 @@ from tests.contract.processes.checkpoint_model import (
     limit_files,
     linear,
 )
-from tests.contract.processes.functions import open_gate
+from tests.contract.processes.functions import open_gate, wait_until
 from tests.processes.checkpoint_model_internals import count_held, write_when_let
 from torchweft import checkpoint, rpc
-from torchweft.checkpoint import owner
+from torchweft.checkpoint import owners
 from torchweft.errors import (
     ArgumentTypeError,
     CallTimeout,
@@ -57,9 +57,12 @@ def test_what_cannot_be_saved_is_named(group: Cluster, tmp_path: Path) -> None:
 
 
 def assert_nothing_held(group: Cluster) -> None:
-    assert {
-        name: rpc.rpc_sync(name, count_held) for name in [group.name, *group.names]
-    } == dict.fromkeys([group.name, *group.names], 0)
+    """Waits until the owners have been told that the driver has no references to parts any more."""
+
+    def held() -> list[int]:
+        return [rpc.rpc_sync(name, count_held) for name in [group.name, *group.names]]
+
+    wait_until(lambda: not any(held()), lambda: f"parts are held: {held()}")
 
 
 @pytest.fixture
@@ -130,6 +133,35 @@ def test_another_state_is_refused_before_anything_changes(
     ] * 2
 
 
+def test_a_state_is_copied_onto_other_workers(group: Cluster, saved: Training) -> None:
+    moved = Training("worker1", "driver", "worker0", order="201")
+    moved.train(1)
+    checkpoint.copy_state(saved.state, moved.state)
+    assert moved.state["done"] == 2
+    assert equal(moved.parameters(), saved.parameters())
+    assert_nothing_held(group)
+    assert moved.train(3) == saved.train(3)
+    before = moved.parameters()
+    with pytest.raises(StateMismatch, match=r"the source is of another state: .*lacks other"):
+        checkpoint.copy_state(saved.state, {**moved.state, "other": torch.ones(1)})
+    assert equal(moved.parameters(), before)
+    assert_nothing_held(group)
+
+
+def test_a_folder_of_pytorch_is_restored_onto_other_workers(
+    group: Cluster, saved: Training, tmp_path: Path
+) -> None:
+    snapshot = checkpoint.latest(tmp_path)
+    assert snapshot is not None
+    checkpoint.to_dcp(snapshot, tmp_path / "folder")
+    moved = Training("worker1", "driver", "worker0", order="201")
+    moved.train(1)
+    assert checkpoint.restore(tmp_path / "folder", moved.state).step == 2
+    assert moved.train(3) == saved.train(3)
+    with pytest.raises(StateMismatch, match="the snapshot lacks extra"):
+        checkpoint.restore(tmp_path / "folder", {**moved.state, "extra": 1})
+
+
 @pytest.mark.parametrize("worker", ["worker1", "driver"])
 def test_a_full_disk_leaves_the_snapshots_before_and_nothing_else(
     group: Cluster, saved: Training, tmp_path: Path, worker: str
@@ -177,8 +209,8 @@ def test_a_save_whose_thread_cannot_start_leaves_nothing(
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr(owner, "in_background", refuse)
+        patched.setattr(owners, "in_background", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
             checkpoint.save_async(tmp_path, state, step=1)
-    assert rpc.rpc_sync("worker0", count_held) == 0
+    assert_nothing_held(group)
     assert checkpoint.save(tmp_path, state, step=2, timeout=20).step == 2

@@ -12,6 +12,7 @@ import pytest
 from tests.contract.processes.functions import wait_until
 from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes import checkpoint_training as training
+from tests.processes.checkpoint_model_internals import count_held, have_held
 from torchweft import checkpoint
 from torchweft.errors import WorkerLost
 
@@ -50,9 +51,9 @@ class Job:
         begun, digest = self._warm.result("driver")
         return begun, digest
 
-    def kill(self) -> None:
-        """Kills every process of the group."""
-        for name in WORKERS:
+    def kill(self, *names: str) -> None:
+        """Kills processes of the group, by default all."""
+        for name in names or WORKERS:
             self._warm.kill(name)
 
 
@@ -149,6 +150,14 @@ def test_all_killed_from_outside_at_some_moment_goes_on_bit_by_bit(
     begun, digest = job.trained()
     assert begun >= 2
     assert digest == uninterrupted
+
+
+def test_an_owner_drops_what_it_holds_for_a_lost_driver(jobs: Any) -> None:
+    job = jobs()
+    job.do("driver", have_held, "first")
+    assert job.do("first", count_held) == 1
+    job.kill("driver")
+    wait_until(lambda: job.do("first", count_held) == 0, lambda: "the part is still held")
 
 
 def test_training_that_is_done_is_not_done_again(

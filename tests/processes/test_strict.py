@@ -75,7 +75,7 @@ def test_a_pickle_that_comes_nevertheless(group: Cluster, tmp_path: Path) -> Non
         b"tests.contract.processes.functions:nothing",
         b"torchweft.compat.rpc.internal:run_pickled",
         b"torchweft.compat.rpc.references:_rref_typeof_on_owner",
-        b"torchweft.checkpoint.owner:discard",
+        b"torchweft.checkpoint.owners:discard",
         b"torchweft.rpc.joining:shutdown",
         b"torchweft.errors:NotAllowed",
     ],

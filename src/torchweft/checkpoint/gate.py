@@ -25,7 +25,6 @@ from torchweft.rpc.current_call import caller, check_types
 from torchweft.rpc.futures import ignore_errors
 from torchweft.rpc.health import info_of
 
-_Waiting = torch.futures.Future[None]
 _Key = tuple[int, str]
 """Names a step or a close: the id of its worker, and a token that this worker has chosen."""
 
@@ -77,7 +76,7 @@ class StepGate:
             CallTimeout: The gate stayed closed.
             WorkerLost: The worker that made the gate is lost.
         """
-        with self._held(_enter, timeout):
+        with self._held(False, timeout):
             yield
 
     @contextlib.contextmanager
@@ -91,36 +90,34 @@ class StepGate:
             CallTimeout: A step did not end; names the workers whose steps are under way.
             WorkerLost: The worker that made the gate is lost.
         """
-        with self._held(_close, timeout):
+        with self._held(True, timeout):
             yield
 
     @contextlib.contextmanager
-    def _held(self, begin: Any, timeout: float) -> Iterator[None]:
+    def _held(self, is_closing: bool, timeout: float) -> Iterator[None]:
         owner = info_of(self.reference.id.owner)
         token = secrets.token_hex(8)
         try:
             try:
-                rpc_sync(owner, begin, (self.reference, token), timeout=timeout)
+                rpc_sync(owner, _begin, (self.reference, token, is_closing), timeout=timeout)
             except CallTimeout as error:
-                raise self._explained(error, begin is _close) from error
+                if is_closing:
+                    who = rpc_sync(owner, _inside, (self.reference,))
+                    names = ", ".join(map(repr, who)) or "no worker any more"
+                    what = f"steps are under way on {names}"
+                else:
+                    what = "the gate is closed: a snapshot is taken, or waits for a step to end"
+                raise CallTimeout(
+                    f"timed out after {error.elapsed_s:.1f} s: {what}",
+                    worker=error.worker,
+                    call=error.call,
+                    elapsed_s=error.elapsed_s,
+                ) from error
             yield
         finally:
             # Not awaited: the next step or snapshot waits for it if necessary.
             with contextlib.suppress(WeftError):
                 ignore_errors(rpc_async(owner, _end, (self.reference, token)))
-
-    def _explained(self, error: CallTimeout, is_closing: bool) -> CallTimeout:
-        if not is_closing:
-            what = "the gate is closed: a snapshot is being taken, or waits for a step to end"
-        else:
-            who = rpc_sync(info_of(self.reference.id.owner), _inside, (self.reference,))
-            what = f"steps are under way on {', '.join(map(repr, who)) or 'no worker any more'}"
-        return CallTimeout(
-            f"timed out after {error.elapsed_s:.1f} s: {what}",
-            worker=error.worker,
-            call=error.call,
-            elapsed_s=error.elapsed_s,
-        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (self.reference,)
@@ -141,36 +138,28 @@ class _Gate:
         self._lock = threading.Lock()
         self._steps: set[_Key] = set()
         self._closers: set[_Key] = set()
-        self._entering: dict[_Key, _Waiting] = {}
-        self._closing: dict[_Key, _Waiting] = {}
+        self._waiting: dict[_Key, torch.futures.Future[None]] = {}
 
-    def enter(self, token: str, who: int) -> _Waiting:
-        """Begins a step once no closer holds or awaits the gate; returns a future of the begin."""
-        waiting: _Waiting = torch.futures.Future()
+    def begin(self, key: _Key, is_closing: bool) -> torch.futures.Future[None]:
+        """Begins a step once no closer holds or awaits the gate, or a close once no step does.
+
+        Returns:
+            A future that is done when it has begun.
+        """
+        waiting: torch.futures.Future[None] = torch.futures.Future()
         with self._lock:
-            self._entering[who, token] = waiting
+            self._waiting[key] = waiting
+            if is_closing:
+                self._closers.add(key)
         self._go_on()
         return waiting
 
-    def close(self, token: str, who: int) -> _Waiting:
-        """Closes the gate once no step is under way; returns a future of the close."""
-        waiting: _Waiting = torch.futures.Future()
-        with self._lock:
-            self._closers.add((who, token))
-            self._closing[who, token] = waiting
-        self._go_on()
-        return waiting
-
-    def end(self, token: str, who: int) -> None:
-        """Ends a step or a close of a worker, also one that still waits."""
-        self._end((who, token))
-
-    def _end(self, key: _Key) -> None:
+    def end(self, key: _Key) -> None:
+        """Ends a step or a close, also one that still waits."""
         with self._lock:
             self._steps.discard(key)
             self._closers.discard(key)
-            self._entering.pop(key, None)
-            self._closing.pop(key, None)
+            self._waiting.pop(key, None)
         self._go_on()
 
     def inside(self) -> set[int]:
@@ -181,24 +170,22 @@ class _Gate:
     def lost(self, worker: int) -> None:
         """Ends all steps and closes of a lost worker."""
         with self._lock:
-            begun = {*self._steps, *self._closers, *self._entering}
+            begun = {*self._steps, *self._closers, *self._waiting}
         for key in begun:
             if key[0] == worker:
-                self._end(key)
+                self.end(key)
 
     def _go_on(self) -> None:
         """Completes all waiting steps and closes that may proceed."""
         with self._lock:
-            if self._closers:
-                free = [] if self._steps else list(self._closing.values())
-                if free:
-                    self._closing.clear()
+            if not self._closers:
+                self._steps.update(self._waiting)
+                free = list(self._waiting)
             else:
-                free = list(self._entering.values())
-                self._steps.update(self._entering)
-                self._entering.clear()
+                free = [] if self._steps else [key for key in self._waiting if key in self._closers]
+            done = [self._waiting.pop(key) for key in free]
         # Outside the lock: a callback of a future may call the gate again.
-        for waiting in free:
+        for waiting in done:
             waiting.set_result(None)
 
 
@@ -219,17 +206,12 @@ def _watch(agent: Agent, gate: _Gate) -> None:
 
 
 @functions.async_execution
-def _enter(gate: RRef[_Gate], token: str) -> _Waiting:
-    return _held(gate).enter(token, caller().id)
-
-
-@functions.async_execution
-def _close(gate: RRef[_Gate], token: str) -> _Waiting:
-    return _held(gate).close(token, caller().id)
+def _begin(gate: RRef[_Gate], token: str, is_closing: bool) -> torch.futures.Future[None]:
+    return _held(gate).begin((caller().id, token), is_closing)
 
 
 def _end(gate: RRef[_Gate], token: str) -> None:
-    _held(gate).end(token, caller().id)
+    _held(gate).end((caller().id, token))
 
 
 def _inside(gate: RRef[_Gate]) -> list[str]:
@@ -243,5 +225,5 @@ def _held(reference: RRef[_Gate]) -> _Gate:
     return gate
 
 
-CALLABLES = (_enter, _close, _end, _inside)
+CALLABLES = (_begin, _end, _inside)
 """The functions that trainers call on the worker that made a gate."""

@@ -1,11 +1,19 @@
-"""The kinds of values that a snapshot can hold, and how each kind is copied and put back."""
+"""The kinds of values that a state may have, and how each kind is copied and put back.
+
+An object of another class takes part by ``state_dict`` and ``load_state_dict``. It may also have
+
+- ``weft_differences(path, state)``, which returns why it cannot have a saved state, as texts that
+  begin with its path; it is asked before anything is restored, and
+- ``weft_saved_by``, for a module whose ``state_dict`` has a part only: what that lacks, and how it
+  is saved; empty while it is saved so.
+"""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,33 +21,48 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchweft.checkpoint.device_copies import DeviceCopies
-from torchweft.engine.codec.reducers import has_memory
+from torchweft.checkpoint.copying import MAPPINGS, SCALARS, SEQUENCES, DeviceCopies, HostCopier
 from torchweft.errors import ArgumentTypeError
 from torchweft.nn.remote_module import local_modules
 from torchweft.optim import states
 from torchweft.optim.local import load_exactly
 
-# Plain values, which need no code to read
+MODULE, TENSOR, GENERATOR, OBJECT = "module", "tensor", "generator", "object"
+DATA = "data"
+"""A dict or list behind a reference: its content is replaced, and it stays the same object."""
+VALUE = "value"
+"""Plain values and tensors of the driver's state. The content of a dict or list is replaced, but
+for the tensors in it, which get the saved values; any other value is itself replaced."""
+OPTIMIZER, PARAMETER = "distributed optimizer", "parameter's state"
+"""The hyper-parameters of a distributed optimizer, by group, and its state of one parameter::
 
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_SEQUENCES = (list, tuple, set, torch.Size)
-_MAPPINGS = (dict, OrderedDict, Counter)
-_PLACE = tuple[Any, ...]
-_INT_BITS = 255 * 8 - 1
-"""The longest integer that ``torch.load`` reads without running code, in bits beside the sign."""
+    {"state": {...}, "shape": (2, 3), "group": 0, "shared": {...}}
+"""
+RANDOM = "random state"
+"""The random number generators of a worker."""
+FOREIGN = "group of values"
+"""Values by name that another program saved: they get the kind of the entry that they restore."""
 
 
-def is_plain(value: object) -> bool:
-    """Whether a value consists of plain values only; tensors are not plain."""
+def is_plain(value: object, *, with_tensors: bool = False) -> bool:
+    """Whether a value consists of plain values only.
+
+    Args:
+        value: Any value.
+        with_tensors: Whether tensors count as plain values.
+    """
     kind = type(value)
-    if kind in _SCALARS or isinstance(value, np.generic):
+    if kind in SCALARS or isinstance(value, np.generic):
         return True
-    if kind in _SEQUENCES:
-        return all(is_plain(item) for item in value)  # type: ignore[attr-defined]
-    if kind in _MAPPINGS:
-        return all(is_plain(k) and is_plain(v) for k, v in value.items())  # type: ignore[attr-defined]
-    return False
+    if isinstance(value, Tensor):
+        return with_tensors
+    if kind in SEQUENCES:
+        items = list(value)  # type: ignore[call-overload]
+    elif kind in MAPPINGS:
+        items = [each for pair in value.items() for each in pair]  # type: ignore[attr-defined]
+    else:
+        return False
+    return all(is_plain(item, with_tensors=with_tensors) for item in items)
 
 
 def in_base_form(value: Any) -> Any:
@@ -47,150 +70,15 @@ def in_base_form(value: Any) -> Any:
 
     Its entries are saved, and put back into the value of the subclass, which stays what it is.
     """
-    if isinstance(value, dict) and type(value) not in _MAPPINGS:
+    if isinstance(value, dict) and type(value) not in MAPPINGS:
         return dict(value)
     if isinstance(value, list) and type(value) is not list:
         return list(value)
     return value
 
 
-class HostCopier:
-    """Copies values into memory of their own, and tensors into host memory.
-
-    Tensors that share the same memory, such as tied weights, become one copy. So use one copier
-    for one value, and keep all of that value alive until the copy is complete.
-
-    Args:
-        path: The path of the value, for messages.
-        devices: Copies tensors on GPUs; their copies have no content before its ``wait``. By
-            default each is complete at once.
-    """
-
-    def __init__(self, path: str, devices: DeviceCopies | None = None) -> None:
-        self._path = path
-        self._devices = devices
-        self._copies: dict[_PLACE, Tensor] = {}
-        self._ways: dict[type, Callable[[Any, str], Any]] = {
-            **dict.fromkeys(_SCALARS, lambda value, at: value),
-            **dict.fromkeys([list, tuple, set], self._sequence),
-            **dict.fromkeys(_MAPPINGS, self._mapping),
-            torch.Size: lambda value, at: value,
-            int: self._int,
-            bytes: self._bytes,
-        }
-
-    def copy(self, value: Any, at: str = "") -> Any:
-        """Returns a copy of a value.
-
-        Args:
-            value: Tensors and plain values.
-            at: Where the value is, for messages.
-
-        Raises:
-            ArgumentTypeError: The value contains an object of another type; says where.
-        """
-        if isinstance(value, Tensor):
-            with torch._C.DisableTorchFunctionSubclass():
-                if reason := _why_not(value):
-                    raise ArgumentTypeError(f"{self._path}{at} is {reason}")
-                return self._tensor(value)
-        if isinstance(value, np.generic):
-            value = value.item()
-        way = self._ways.get(type(value))
-        if way is None:
-            raise ArgumentTypeError(
-                f"{self._path}{at} is a {type(value).__module__}.{type(value).__qualname__}, which "
-                "a snapshot cannot hold; give it tensors, numbers, strings, and lists, tuples, "
-                "sets and dicts of them"
-            )
-        return way(value, at)
-
-    def _int(self, value: int, at: str) -> int:
-        if value.bit_length() > _INT_BITS:
-            raise ArgumentTypeError(
-                f"{self._path}{at} is an int of {value.bit_length():,} bits, and a snapshot holds "
-                f"at most {_INT_BITS:,}; write it as a string"
-            )
-        return value
-
-    def _bytes(self, value: bytes, at: str) -> bytes:
-        if not value:
-            raise ArgumentTypeError(
-                f"{self._path}{at} is b'', which a snapshot cannot hold; use None or ''"
-            )
-        return value
-
-    def _sequence(self, value: Any, at: str) -> Any:
-        return type(value)(self.copy(item, f"{at}[{place}]") for place, item in enumerate(value))
-
-    def _mapping(self, value: Any, at: str) -> Any:
-        copied = type(value)()
-        for key, item in value.items():
-            copied[self.copy(key, f"{at}, a key,")] = self.copy(item, f"{at}[{key!r}]")
-        return copied
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            return _cloned(tensor)
-        place = (
-            tensor.untyped_storage().data_ptr(),
-            tensor.device,
-            tensor.storage_offset(),
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        copy = self._copies.get(place)
-        if copy is None:
-            copy = self._copies[place] = self._dense(tensor)
-        return copy
-
-    def _dense(self, tensor: Tensor) -> Tensor:
-        if self._devices is None or not tensor.is_cuda:
-            return _cloned(tensor)
-        return self._devices.copy(_plain(tensor))
-
-
-def _why_not(tensor: Tensor) -> str:
-    """Returns why a snapshot cannot hold a tensor, and the remedy; empty if it can."""
-    if nn.parameter.is_lazy(tensor):
-        return (
-            "a parameter of a lazy module, which has no values yet; call the module once before "
-            "its state is saved"
-        )
-    if tensor.is_meta:
-        return "a tensor on the device 'meta', which has no values to save"
-    if tensor.is_nested:
-        return "a nested tensor, which a snapshot cannot hold; save its parts as a list"
-    if not has_memory(tensor):
-        return (
-            f"a {type(tensor).__qualname__}, which has no memory of its own; save the tensors that "
-            "it is made of"
-        )
-    return ""
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Returns a tensor of torch's own class: reading another would need the code of that class."""
-    own = tensor.detach()
-    return own if type(own) is Tensor else own.as_subclass(Tensor)
-
-
-def _cloned(tensor: Tensor) -> Tensor:
-    own = _plain(tensor)
-    return own.clone() if own.device.type == "cpu" else own.cpu()
-
-
-# Kinds
-
-MODULE, TENSOR, GENERATOR, OBJECT = "module", "tensor", "generator", "object"
-DATA = "data"
-"""A dict or list behind a reference: its content is replaced, and it stays the same object."""
-VALUE = "value"
-"""A plain value of the driver's state: the content of a dict or list is replaced; any other value
-is itself replaced in the state."""
+Content = dict[str, dict[str, Any]]
+"""A part: the ``kind`` and the ``state`` of each entry, by its path."""
 
 
 class Differences(NamedTuple):
@@ -199,6 +87,11 @@ class Differences(NamedTuple):
     missing: list[str]
     unexpected: list[str]
     differing: list[str]
+
+    def add(self, others: Differences) -> None:
+        """Adds the differences of another entry."""
+        for mine, theirs in zip(self, others, strict=True):
+            mine += theirs
 
 
 def kind_of(path: str, value: Any, *, is_remote: bool) -> str:
@@ -234,10 +127,7 @@ def kind_of(path: str, value: Any, *, is_remote: bool) -> str:
 
 
 def check_whole(path: str, value: Any) -> None:
-    """Refuses a module of which its ``state_dict`` has a part only.
-
-    A module within it says so by an attribute ``weft_saved_by``: what it lacks, and how that is
-    saved; the attribute is empty while it is saved so.
+    """Refuses a module of which its ``state_dict`` has a part only, by ``weft_saved_by``.
 
     Raises:
         ArgumentTypeError: It is such a module.
@@ -273,38 +163,6 @@ def take(path: str, kind: str, value: Any, devices: DeviceCopies | None = None) 
     return copier.copy(value.state_dict() if kind == OBJECT else in_base_form(value))
 
 
-def differences(path: str, kind: str, value: Any, state: Any) -> Differences:
-    """Returns the differences that prevent putting a saved state into a value.
-
-    An optimizer has to have as many parameters in each group as the saved one. Weft's own objects
-    have a method ``weft_differences``. Any other object with ``load_state_dict`` checks its state
-    itself, when it loads it.
-    """
-    own = getattr(value, "weft_differences", None)
-    if kind == OBJECT and own is not None:
-        return Differences([], [], own(path, state))
-    if kind == OBJECT and isinstance(value, Optimizer):
-        found = states.differences(value, states.lineage(type(value)), state)
-        return Differences([], [], [f"{path}: {text}" for text in found])
-    if kind == TENSOR:
-        return Differences([], [], _of_tensors(path, state, value))
-    if kind != MODULE:
-        return Differences([], [], [])
-    saved = state["state"]
-    with torch.no_grad():
-        present = value.state_dict()
-    return Differences(
-        [f"{path}:{key}" for key in present if key not in saved],
-        [f"{path}:{key}" for key in saved if key not in present],
-        [
-            text
-            for key in present
-            if key in saved
-            for text in _of_tensors(f"{path}:{key}", saved[key], present[key])
-        ],
-    )
-
-
 def put(kind: str, value: Any, state: Any, *, strict: bool) -> None:
     """Puts a saved state into a value.
 
@@ -328,15 +186,20 @@ def put(kind: str, value: Any, state: Any, *, strict: bool) -> None:
         elif kind == OBJECT:
             value.load_state_dict(state)
         else:
-            refill(value, state)
+            refill(value, state, in_place=kind == VALUE)
 
 
-def refill(value: Any, state: Any) -> None:
+def refill(value: Any, state: Any, *, in_place: bool = False) -> None:
     """Replaces the content of a dict or list, which stays the same object.
 
     A tensor goes to the device of the tensor whose place it takes, and to the CPU if there is none.
+
+    Args:
+        value: The dict or list.
+        state: Its new content.
+        in_place: Whether tensors stay the same objects, too.
     """
-    state = _on_devices_of(value, state)
+    state = _placed(value, state, in_place)
     if isinstance(value, dict):
         value.clear()
         value.update(state)
@@ -344,18 +207,119 @@ def refill(value: Any, state: Any) -> None:
         value[:] = state
 
 
-def _on_devices_of(present: Any, saved: Any) -> Any:
-    if isinstance(saved, Tensor):
-        return saved.to(present.device) if isinstance(present, Tensor) else saved
+def _placed(present: Any, saved: Any, in_place: bool) -> Any:
+    if isinstance(saved, Tensor) and isinstance(present, Tensor):
+        if in_place and saved.shape == present.shape and saved.dtype == present.dtype:
+            return present.copy_(saved)
+        return saved.to(present.device)
     if isinstance(saved, dict) and isinstance(present, dict):
         placed = type(saved)()
         for key, item in saved.items():
-            placed[key] = _on_devices_of(present.get(key), item)
+            placed[key] = _placed(present.get(key), item, in_place)
         return placed
     if type(saved) in (list, tuple) and isinstance(present, (list, tuple)):
         pairs = itertools.zip_longest(present[: len(saved)], saved)
-        return type(saved)(_on_devices_of(*pair) for pair in pairs)
+        return type(saved)(_placed(*pair, in_place) for pair in pairs)
     return saved
+
+
+# Differences between a saved state and a value
+
+
+def differences(path: str, kind: str, value: Any, item: dict[str, Any]) -> Differences:
+    """Returns the differences that prevent putting a saved entry into a value.
+
+    An optimizer has to have as many parameters in each group as the saved one. An object may have
+    ``weft_differences``; others check their state themselves, when they load it.
+
+    Args:
+        path: The path of the value.
+        kind: Its kind.
+        value: The value.
+        item: The kind and state of the saved entry; a foreign one becomes one of this kind.
+    """
+    if item["kind"] == FOREIGN:
+        _adopt(kind, value, item)
+    found, saved, state = Differences([], [], []), item["kind"], item["state"]
+    if kind == VALUE and saved in (VALUE, TENSOR):
+        _compare_values(path, value, state, found)
+    elif kind == TENSOR and saved == VALUE and (names := [*tensors_in(path, state)]):
+        found.unexpected.extend(name for name, _ in names)
+    elif kind != saved:
+        found.differing.append(f"{path} is a {saved} in the snapshot and a {kind} here")
+    elif kind == TENSOR:
+        found.differing.extend(_of_tensors(path, state, value))
+    elif kind == PARAMETER:
+        found.differing.extend(_of_parameters(path, state, value))
+    elif kind == OPTIMIZER and len(state) != len(value.param_groups):
+        found.differing.append(
+            f"{path} has {len(state)} parameter groups in the snapshot and "
+            f"{len(value.param_groups)} here"
+        )
+    elif kind == MODULE:
+        _compare_modules(path, value, state["state"], found)
+    elif kind == OBJECT and (own := getattr(value, "weft_differences", None)):
+        found.differing.extend(own(path, state))
+    elif kind == OBJECT and isinstance(value, Optimizer):
+        texts = states.differences(value, states.lineage(type(value)), state)
+        found.differing.extend(f"{path}: {text}" for text in texts)
+    return found
+
+
+def _adopt(kind: str, value: Any, item: dict[str, Any]) -> None:
+    """Gives a foreign entry the form of a kind; its tensors are by their names within it."""
+    states: dict[str, Any] = item["state"]
+    if kind == MODULE:
+        with torch.no_grad():
+            metadata = dict(getattr(value.state_dict(), "_metadata", {}))
+        item.update(kind=kind, state={"state": states, "metadata": metadata})
+    elif states.keys() == {""}:
+        item.update(kind=kind, state=states[""])
+
+
+def _of_parameters(path: str, saved: dict[str, Any], present: Any) -> Iterator[str]:
+    shape, group = tuple(present.tensor.shape), present.group
+    if tuple(saved["shape"]) != shape:
+        yield f"{path} has shape {tuple(saved['shape'])} in the snapshot and {shape} here"
+    elif saved["group"] != group:
+        yield f"{path} is in group {saved['group']} in the snapshot and in group {group} here"
+
+
+def _compare_modules(path: str, module: Any, saved: dict[str, Any], found: Differences) -> None:
+    with torch.no_grad():
+        present = module.state_dict()
+    found.missing.extend(f"{path}:{key}" for key in present if key not in saved)
+    found.unexpected.extend(f"{path}:{key}" for key in saved if key not in present)
+    for key in present:
+        if key in saved:
+            found.differing.extend(_of_tensors(f"{path}:{key}", saved[key], present[key]))
+
+
+def _compare_values(path: str, present: Any, saved: Any, found: Differences) -> None:
+    """Compares tensors in plain values: a dict has to have all of those that it has here."""
+    if isinstance(present, dict) and isinstance(saved, dict):
+        for key, value in present.items():
+            if key in saved:
+                _compare_values(f"{path}/{key}", value, saved[key], found)
+            else:
+                found.missing.extend(name for name, _ in tensors_in(f"{path}/{key}", value))
+    elif isinstance(present, (list, tuple)) and isinstance(saved, (list, tuple)):
+        for place, pair in enumerate(zip(present, saved, strict=False)):
+            _compare_values(f"{path}/{place}", *pair, found)
+    else:
+        found.differing.extend(_of_tensors(path, saved, present))
+
+
+def tensors_in(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors in a value of dicts, lists and tuples, with their paths."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(f"{path}/{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            yield from tensors_in(f"{path}/{place}", item)
 
 
 def _of_tensors(path: str, saved: Any, present: Any) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from torchweft.checkpoint import snapshots
 from torchweft.checkpoint.gate import StepGate
-from torchweft.checkpoint.restoring import restore_snapshot
+from torchweft.checkpoint.restoring import restore
 from torchweft.checkpoint.saving import Workers, check_keep, save_async
 from torchweft.checkpoint.snapshots import Snapshot
 from torchweft.errors import ConfigurationError, SnapshotCorrupt
@@ -26,52 +26,98 @@ GIVEN_UP_STATUS = 75
 """Exit status of a program that has saved a snapshot to be started again (``EX_TEMPFAIL``)."""
 
 
-class Resumable:
-    """Yields the remaining steps of a training, and saves snapshots between them.
+class resumable:
+    """Yields the remaining steps of a training, after restoring the last snapshot if there is one.
 
-    Made by ``resumable``.
+    Snapshots are saved at intervals between two steps, and a last one when all steps are done. An
+    error in a step is raised unchanged: a ``WorkerLost`` ends the program, a supervisor
+    (``torchweft run --restarts``) restarts it, and the program reaches this line again and
+    resumes::
+
+        state = {"model": model, "optimizer": optimizer, "losses": []}
+        for step in torchweft.checkpoint.resumable(10_000, "runs/1", state, every=100):
+            loss = train_one_step(batches[step])
+            state["losses"].append(loss)
+
+    Leaving the loop by ``break`` saves nothing, and the steps cannot be iterated over again. The
+    launcher may have notice that this host will be given up, as when SLURM pre-empts a job. Then
+    the current step is finished and saved, and the program ends by ``SystemExit`` with status 75,
+    for the launcher to start it again.
+
+    Args:
+        steps: How many steps the whole training has.
+        directory: Where snapshots are kept; see ``save``.
+        state: The state to save and restore; see ``save``.
+        every: Save after so many steps.
+        every_s: Save when so many seconds have passed since the last save.
+        keep: How many snapshots to keep; None for all.
+        in_background: Whether training continues while a snapshot is written; see ``save_async``.
+        fall_back: Whether to resume from the newest undamaged snapshot, with a warning, if the
+            last one is damaged; from step 0 if all are.
+        gate: See ``save``.
+        random_states: See ``save``; saved generators are restored unless this is False.
+        timeout: Seconds that each save and restore may take.
 
     Attributes:
         snapshot: The last snapshot: at first the restored snapshot, or None if there was none.
         first_step: The first remaining step.
+
+    Raises:
+        ConfigurationError: Neither ``every`` nor ``every_s`` is given, or a number is invalid.
+        CheckpointError: The last snapshot cannot be restored; see ``restore``.
     """
 
     def __init__(
         self,
         steps: int,
-        directory: str,
+        directory: str | os.PathLike[str],
         state: dict[str, Any],
-        every: int | None,
-        every_s: float | None,
-        in_background: bool,
-        is_lenient: bool,
-        saving: dict[str, Any],
+        *,
+        every: int | None = None,
+        every_s: float | None = None,
+        keep: int | None = 2,
+        in_background: bool = False,
+        fall_back: bool = False,
+        gate: StepGate | None = None,
+        random_states: Workers = True,
+        timeout: float = UNSET_RPC_TIMEOUT,
     ) -> None:
+        if not isinstance(steps, int) or steps < 0:
+            raise ConfigurationError(f"steps is {steps!r}; pass how many the whole training has")
+        if every is None and every_s is None:
+            raise ConfigurationError(
+                "say when to save: every=100 for every hundred steps, every_s=600 for every ten "
+                "minutes"
+            )
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise ConfigurationError(f"every is {every!r}; pass a number of steps, at least 1")
+        if every_s is not None and not every_s > 0:
+            raise ConfigurationError(f"every_s is {every_s!r}; pass a number of seconds above 0")
+        check_keep(keep)
         self._steps = steps
-        self._directory = directory
+        self._directory = snapshots.absolute(directory)
         self._state = state
         self._every = every
         self._every_s = every_s
         self._in_background = in_background
-        self._saving = saving
+        self._saving: dict[str, Any] = {
+            "keep": keep,
+            "gate": gate,
+            "random_states": random_states,
+            "timeout": timeout,
+        }
         self._pending: torch.futures.Future[Snapshot] | None = None
         self._has_begun = False
-        self.snapshot = self._restore(is_lenient)
+        self.snapshot = self._restore(fall_back)
         self.first_step = 0 if self.snapshot is None else self.snapshot.step
         self._saved_step = self.first_step if self.snapshot else -1
         self._saved_s = time.monotonic()
 
     def _restore(self, is_lenient: bool) -> Snapshot | None:
-        timeout, random_states = self._saving["timeout"], self._saving["random_states"]
+        timeout, has_random = self._saving["timeout"], self._saving["random_states"] is not False
         for snapshot in reversed(snapshots.list_snapshots(self._directory)):
             try:
-                restore_snapshot(
-                    snapshot,
-                    self._state,
-                    strict=True,
-                    random_states=random_states is not False,
-                    timeout=timeout,
-                )
+                restore(snapshot, self._state, random_states=has_random, timeout=timeout)
             except SnapshotCorrupt as error:
                 if not is_lenient:
                     raise
@@ -139,76 +185,3 @@ class Resumable:
         pending, self._pending = self._pending, None
         if pending is not None:
             self.snapshot = pending.wait()
-
-
-def resumable(
-    steps: int,
-    directory: str | os.PathLike[str],
-    state: dict[str, Any],
-    *,
-    every: int | None = None,
-    every_s: float | None = None,
-    keep: int | None = 2,
-    in_background: bool = False,
-    fall_back: bool = False,
-    gate: StepGate | None = None,
-    random_states: Workers = True,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> Resumable:
-    """Returns the remaining steps, after restoring the last snapshot if there is one.
-
-    Snapshots are saved at intervals between two steps, and a last one when all steps are done. An
-    error in a step is raised unchanged: a ``WorkerLost`` ends the program, a supervisor
-    (``torchweft run --restarts``) restarts it, and the program reaches this line again and
-    resumes::
-
-        state = {"model": model, "optimizer": optimizer, "losses": []}
-        for step in torchweft.checkpoint.resumable(10_000, "runs/1", state, every=100):
-            loss = train_one_step(batches[step])
-            state["losses"].append(loss)
-
-    Leaving the loop by ``break`` saves nothing, and the steps cannot be iterated over again. The
-    launcher may have notice that this host will be given up, as when SLURM pre-empts a job. Then
-    the current step is finished and saved, and the program ends by ``SystemExit`` with status 75,
-    for the launcher to start it again.
-
-    Args:
-        steps: How many steps the whole training has.
-        directory: Where snapshots are kept; see ``save``.
-        state: The state to save and restore; see ``save``.
-        every: Save after so many steps.
-        every_s: Save when so many seconds have passed since the last save.
-        keep: How many snapshots to keep; None for all.
-        in_background: Whether training continues while a snapshot is written; see ``save_async``.
-        fall_back: Whether to resume from the newest undamaged snapshot, with a warning, if the
-            last one is damaged; from step 0 if all are.
-        gate: See ``save``.
-        random_states: See ``save``; saved generators are restored unless this is False.
-        timeout: Seconds that each save and restore may take.
-
-    Raises:
-        ConfigurationError: Neither ``every`` nor ``every_s`` is given, or a number is invalid.
-        CheckpointError: The last snapshot cannot be restored; see ``restore``.
-    """
-    if not isinstance(steps, int) or steps < 0:
-        raise ConfigurationError(f"steps is {steps!r}; pass how many the whole training has")
-    if every is None and every_s is None:
-        raise ConfigurationError(
-            "say when to save: every=100 for every hundred steps, every_s=600 for every ten minutes"
-        )
-    if every is not None and (not isinstance(every, int) or every < 1):
-        raise ConfigurationError(f"every is {every!r}; pass a number of steps, at least 1")
-    if every_s is not None and not every_s > 0:
-        raise ConfigurationError(f"every_s is {every_s!r}; pass a number of seconds above 0")
-    check_keep(keep)
-    saving = {"keep": keep, "gate": gate, "random_states": random_states, "timeout": timeout}
-    return Resumable(
-        steps,
-        snapshots.absolute(directory),
-        state,
-        every,
-        every_s,
-        in_background,
-        fall_back,
-        saving,
-    )

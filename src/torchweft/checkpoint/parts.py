@@ -1,41 +1,220 @@
-"""The part of a state that one worker owns: copies it, holds it, and puts it back.
+"""The named parts of a state, and the workers that own them.
 
-Nothing here calls other workers. A part is a dict of tensors and plain values::
-
-    {
-        "items": {path: {"kind": ..., "state": ...}},
-        "optimizers": {path: {"state": {name of parameter: {...}}, "shared": {...}}},
-        "random": {...} or None,
-        "options": {path: [...]},                # of the driver's part: hyper-parameters by group
-    }
+A state is a tree of dicts and lists. Each value in it is an *entry*, named by the keys that lead to
+it, as in ``model/layers/0``. A worker's *part* is the kind and state of all entries that it owns,
+by path. It has entries of its own for each parameter that its optimizers step, as in
+``optimizer/state/model/layers/0:weight``, and for its random number generators, ``/random/ps``.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
+from torchweft.arguments import kind_of
 from torchweft.checkpoint import kinds
-from torchweft.checkpoint.device_copies import DeviceCopies
-from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE, HostCopier
-from torchweft.engine.worker.agent import Agent, Slot
+from torchweft.checkpoint.copying import DeviceCopies, HostCopier
+from torchweft.checkpoint.kinds import (
+    OBJECT,
+    PARAMETER,
+    RANDOM,
+    VALUE,
+    Content,
+    in_base_form,
+    is_plain,
+)
 from torchweft.engine.worker.current import current
-from torchweft.engine.worker.peers import Peer
-from torchweft.errors import ArgumentTypeError, CheckpointError
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.ids import WorkerInfo
+from torchweft.nn import RemoteModule
+from torchweft.optim import DistributedOptimizer
 from torchweft.optim.local import LocalOptimizer, Saved, step_lock
+from torchweft.optim.states import lineage
+from torchweft.rpc import RRef, get_worker_info, get_worker_infos
 
-Content = dict[str, Any]
+SEPARATOR = "/"
+OF_PARAMETERS = "/state/"
+"""Stands between the path of an optimizer and the name of a parameter."""
 Options = dict[int, dict[str, Any]]
-Described = dict[str, dict[int, tuple[str, tuple[int, ...]]]]
-"""Names and shapes of the parameters of each optimizer, by their numbers."""
+"""Hyper-parameters of an optimizer, by the number of their group."""
+Places = list[tuple[str, RRef[Any]]]
+"""Pairs of a path and a reference to a value of one worker."""
+
+# The entries of a state
 
 
-class Owned(NamedTuple):
+class Leaf(NamedTuple):
+    """One entry of the state.
+
+    Attributes:
+        path: The keys that lead to it, joined by ``/``.
+        value: The value.
+        container: The dict or list that contains it.
+        key: Its key or index in the container.
+    """
+
+    path: str
+    value: Any
+    container: Any
+    key: Any
+
+    def put(self, saved: Any) -> None:
+        """Replaces the content of a dict or list of the saved type, and any other value itself."""
+        if isinstance(saved, (dict, list)) and isinstance(self.value, type(saved)):
+            kinds.put(VALUE, self.value, saved, strict=True)
+        else:
+            self.container[self.key] = saved
+
+
+def leaves(state: object) -> list[Leaf]:
+    """Returns the entries of a state.
+
+    A dict or list that contains only plain values and tensors, such as a growing history, is one
+    entry. The state itself is never a single entry.
+
+    Raises:
+        ArgumentTypeError: The state is not a dict, or a key is not a string.
+        ConfigurationError: A key is empty or contains a ``/``.
+    """
+    if not isinstance(state, dict):
+        raise ArgumentTypeError(
+            f"the state is a {type(state).__name__}; pass a dict like {{'model': model, "
+            "'optimizer': optimizer}"
+        )
+    return list(_inside(state, ""))
+
+
+def _inside(container: Any, prefix: str) -> Iterator[Leaf]:
+    is_dict = isinstance(container, dict)
+    for key, value in container.items() if is_dict else enumerate(container):
+        path = prefix + (_checked(key, prefix) if is_dict else str(key))
+        is_tree = isinstance(value, (dict, list))
+        if is_tree and not is_plain(in_base_form(value), with_tensors=True):
+            yield from _inside(value, path + SEPARATOR)
+        else:
+            yield Leaf(path, value, container, key)
+
+
+def _checked(key: object, prefix: str) -> str:
+    place = f" in {prefix.removesuffix(SEPARATOR)!r}" if prefix else ""
+    if not isinstance(key, str):
+        raise ArgumentTypeError(
+            f"the state has the key {key!r}{place}, {kind_of(key)}; name its entries by strings"
+        )
+    if not key or SEPARATOR in key:
+        raise ConfigurationError(
+            f"the state has the key {key!r}{place}; a key must not be empty, and have no "
+            f"{SEPARATOR!r}"
+        )
+    return key
+
+
+class Remote(NamedTuple):
+    """The entries of a state that another worker owns.
+
+    Attributes:
+        items: Its entries except optimizers.
+        optimizers: The local optimizers of distributed optimizers.
+    """
+
+    items: Places
+    optimizers: Places
+
+    def owned(self) -> OwnedState:
+        """Returns the entries on the worker that owns them."""
+        return OwnedState(
+            {path: reference.local_value() for path, reference in self.items},
+            {},
+            {path: reference.local_value() for path, reference in self.optimizers},
+        )
+
+
+class StatePlan:
+    """Assigns the entries of a state to the workers that own them.
+
+    Args:
+        state: The state, as the user gave it.
+        random_of: The workers whose random number generators are part of it: the named workers,
+            all of the group, or none.
+
+    Attributes:
+        owned: The entries that this worker owns.
+        remote: The entries of other workers, by worker id; empty for a worker of which only the
+            random number generators are wanted.
+        optimizers: The distributed optimizers, by path.
+        values: The entries that are neither references nor optimizers, by path.
+        random: Ids of the workers whose random number generators are part of the state.
+    """
+
+    def __init__(
+        self, state: object, random_of: bool | Iterable[str | int | WorkerInfo] = False
+    ) -> None:
+        self.optimizers: dict[str, DistributedOptimizer] = {}
+        self.values: dict[str, Leaf] = {}
+        self.remote: dict[int, Remote] = {}
+        self.random = _ids(random_of)
+        self.owned = OwnedState({}, {}, {})
+        for leaf in leaves(state):
+            self._place(leaf)
+        for worker in self.random - {current().me.id}:
+            self._of(worker)
+
+    def _place(self, leaf: Leaf) -> None:
+        value = leaf.value
+        if isinstance(value, DistributedOptimizer):
+            self.optimizers[leaf.path] = value
+            for optimizer in value.local_optimizers():
+                if optimizer.is_owner():
+                    self.owned.optimizers[leaf.path] = optimizer.local_value()
+                else:
+                    self._of(optimizer.id.owner).optimizers.append((leaf.path, optimizer))
+            return
+        reference = value.module_rref if isinstance(value, RemoteModule) else value
+        if not isinstance(reference, RRef):
+            self.values[leaf.path] = leaf
+            self.owned.local[leaf.path] = value
+        elif reference.is_owner():
+            self.owned.remote[leaf.path] = reference.local_value()
+        else:
+            self._of(reference.id.owner).items.append((leaf.path, reference))
+
+    def _of(self, worker: int) -> Remote:
+        return self.remote.setdefault(worker, Remote([], []))
+
+    @property
+    def classes(self) -> dict[str, list[str]]:
+        """The names of each optimizer's class and of those that it derives from, by path."""
+        found = {path: each.optimizer_class for path, each in self.optimizers.items()}
+        for path, leaf in self.values.items():
+            if isinstance(leaf.value, Optimizer):
+                found[path] = type(leaf.value)
+        return {path: lineage(each) for path, each in found.items()}
+
+    @property
+    def paths(self) -> set[str]:
+        """The paths of all entries except optimizers."""
+        remote = {path for each in self.remote.values() for path, _ in each.items}
+        return remote | self.owned.values().keys()
+
+
+def _ids(random_of: bool | Iterable[str | int | WorkerInfo]) -> set[int]:
+    if random_of is False:
+        return set()
+    agent = current()
+    if random_of is True:
+        peers = [agent.find(info) for info in get_worker_infos()]
+        return {peer.id for peer in peers if peer.lost is None}
+    return {agent.find(get_worker_info(each)).id for each in random_of}
+
+
+# The part of one worker. Nothing from here on calls other workers.
+
+
+class OwnedState(NamedTuple):
     """The entries of a state that a worker owns, by path.
 
     Attributes:
@@ -44,9 +223,9 @@ class Owned(NamedTuple):
         optimizers: The local optimizers of distributed optimizers.
     """
 
-    remote: Mapping[str, Any]
-    local: Mapping[str, Any]
-    optimizers: Mapping[str, LocalOptimizer]
+    remote: dict[str, Any]
+    local: dict[str, Any]
+    optimizers: dict[str, LocalOptimizer]
 
     def values(self) -> dict[str, Any]:
         """Returns all entries except the optimizers."""
@@ -61,81 +240,51 @@ class Owned(NamedTuple):
         for path, value in self.values().items():
             kinds.check_whole(path, value)
         found = {p: kinds.kind_of(p, v, is_remote=True) for p, v in self.remote.items()}
-        found |= {p: kinds.kind_of(p, v, is_remote=False) for p, v in self.local.items()}
-        return found
+        return found | {p: kinds.kind_of(p, v, is_remote=False) for p, v in self.local.items()}
+
+    def parameters(self) -> dict[str, dict[int, Parameter]]:
+        """Returns the parameters of each optimizer by their numbers.
+
+        Raises:
+            ArgumentTypeError: A parameter has no shape yet.
+        """
+        values = self.values()
+        return {path: _parameters(path, each, values) for path, each in self.optimizers.items()}
 
 
-class Taken(NamedTuple):
-    """A part, and its description for the driver.
+class Parameter(NamedTuple):
+    """A parameter that an optimizer of this worker steps.
 
     Attributes:
-        content: The part.
-        kinds: The kind of each entry.
-        described: The parameters of the optimizers.
-        options: The hyper-parameters, by optimizer and group.
+        path: The path of the entry with the optimizer's state of it.
+        tensor: The parameter.
+        group: The number of its group.
     """
 
-    content: Content
-    kinds: dict[str, str]
-    described: Described
-    options: dict[str, Options]
+    path: str
+    tensor: Tensor
+    group: int
 
 
-def take(owned: Owned, *, with_random: bool) -> Taken:
-    """Returns a copy of the state that a worker owns, taken between two steps of its optimizers.
-
-    Raises:
-        ArgumentTypeError: A value cannot be saved; names it.
-    """
-    found = owned.kinds()
-    values = owned.values()
-    devices = DeviceCopies()
-
-    def taken(*which: str) -> Content:
-        return {
-            path: {"kind": kind, "state": kinds.take(path, kind, values[path], devices)}
-            for path, kind in found.items()
-            if kind in which
-        }
-
-    # No lock: an object may call other workers for its state, which may wait for our optimizers.
-    items = taken(OBJECT)
-    devices.wait()
-    guard = step_lock()
-    with guard.lock, guard.order:
-        items |= taken(MODULE, TENSOR)
-        described = describe(owned)
-        saved = {path: optimizer.content() for path, optimizer in owned.optimizers.items()}
-        optimizers = {
-            path: _named(path, each.state, described[path], devices) for path, each in saved.items()
-        }
-        devices.wait()
-    items |= taken(GENERATOR, DATA, VALUE)
-    # Last: the user's code that was called above may have drawn random numbers.
-    random = kinds.take_random() if with_random else None
-    content = {"items": items, "optimizers": optimizers, "random": random}
-    options = {path: HostCopier(path, devices).copy(each.options) for path, each in saved.items()}
-    devices.wait()
-    return Taken(content, found, described, options)
+def _parameters(
+    path: str, optimizer: LocalOptimizer, values: Mapping[str, Any]
+) -> dict[int, Parameter]:
+    tensors, groups = optimizer.parameters(), optimizer.groups()
+    if any(map(is_lazy, tensors.values())):
+        raise ArgumentTypeError(
+            f"{path} steps a parameter of a lazy module, which has no shape yet; call the module "
+            "once before the optimizer's state is saved or restored"
+        )
+    names = parameter_names(values, tensors)
+    return {
+        number: Parameter(f"{path}{OF_PARAMETERS}{names[number]}", tensor, groups[number])
+        for number, tensor in tensors.items()
+    }
 
 
-def describe(owned: Owned) -> Described:
-    """Returns names and shapes of the parameters that the optimizers of a worker step."""
-    values = owned.values()
-    described: Described = {}
-    for path, optimizer in owned.optimizers.items():
-        parameters = optimizer.parameters()
-        if any(map(is_lazy, parameters.values())):
-            raise ArgumentTypeError(
-                f"{path} steps a parameter of a lazy module, which has no shape yet; call the "
-                "module once before the optimizer's state is saved or restored"
-            )
-        names = parameter_names(values, parameters)
-        described[path] = {
-            number: (names[number], tuple(parameter.shape))
-            for number, parameter in parameters.items()
-        }
-    return described
+def shown(path: str, optimizer: str) -> str:
+    """Returns how messages name the entry of a parameter of an optimizer."""
+    return f"{optimizer}: parameter {path.removeprefix(optimizer + OF_PARAMETERS)}"
 
 
 def parameter_names(items: Mapping[str, Any], parameters: Mapping[int, Tensor]) -> dict[int, str]:
@@ -152,9 +301,8 @@ def parameter_names(items: Mapping[str, Any], parameters: Mapping[int, Tensor]) 
     """
     names: dict[Tensor, str] = {}
     for path, value in items.items():
-        if isinstance(value, Tensor):
-            names.setdefault(value, path)
-            continue
+        for name, tensor in kinds.tensors_in(path, value):
+            names.setdefault(tensor, name)
         named_parameters = getattr(value, "named_parameters", None)
         if callable(named_parameters) and not hasattr(value, "module_rref"):
             for name, parameter in named_parameters():
@@ -162,29 +310,53 @@ def parameter_names(items: Mapping[str, Any], parameters: Mapping[int, Tensor]) 
     return {number: names.get(parameter, f"#{number}") for number, parameter in parameters.items()}
 
 
-def _named(
-    path: str,
-    state: dict[Any, Any],
-    described: dict[int, tuple[str, tuple[int, ...]]],
-    devices: DeviceCopies,
-) -> Content:
-    copier = HostCopier(path, devices)
-    return {
-        "state": {
-            described[key][0]: copier.copy(value)
-            for key, value in state.items()
-            if key in described
-        },
-        "shared": {key: copier.copy(value) for key, value in state.items() if key not in described},
-    }
+def take(owned: OwnedState, *, with_random: bool) -> tuple[Content, dict[str, Options]]:
+    """Returns a copy of the state that a worker owns, taken between two steps of its optimizers.
+
+    Returns:
+        The part, and the hyper-parameters by optimizer and group.
+
+    Raises:
+        ArgumentTypeError: A value cannot be saved; names it.
+    """
+    found, values, devices = owned.kinds(), owned.values(), DeviceCopies()
+    content: Content = {}
+    options: dict[str, Options] = {}
+
+    def add(*, objects: bool) -> None:
+        for path, kind in found.items():
+            if (kind == OBJECT) == objects:
+                state = kinds.take(path, kind, values[path], devices)
+                content[path] = {"kind": kind, "state": state}
+
+    # No lock: an object may call other workers for its state, which may wait for our optimizers.
+    add(objects=True)
+    devices.wait()
+    guard = step_lock()
+    with guard.lock, guard.order:
+        add(objects=False)
+        for path, parameters in owned.parameters().items():
+            saved, copier = owned.optimizers[path].content(), HostCopier(path, devices)
+            options[path] = copier.copy(saved.options)
+            state = copier.copy(saved.state)
+            shared = {key: each for key, each in state.items() if key not in parameters}
+            for number, (name, tensor, group) in parameters.items():
+                own = {"state": state.get(number, {}), "shape": list(tensor.shape), "group": group}
+                content[name] = {"kind": PARAMETER, "state": {**own, "shared": shared}}
+        devices.wait()
+    if with_random:
+        # Last: the user's code that was called above may have drawn random numbers.
+        content[random_path(current().info.name)] = {"kind": RANDOM, "state": kinds.take_random()}
+    return content, options
+
+
+def random_path(worker: str) -> str:
+    """Returns the path of the random number generators of a worker; no key of a state is empty."""
+    return f"/random/{worker}"
 
 
 def put(
-    owned: Owned,
-    content: Content,
-    options: Mapping[str, Options],
-    *,
-    strict: bool,
+    owned: OwnedState, content: Content, options: Mapping[str, Options], *, strict: bool
 ) -> None:
     """Puts a part back, as far as the part has entries.
 
@@ -192,87 +364,23 @@ def put(
 
     Args:
         owned: The entries to restore.
-        content: The part; the state of optimizers is by the parameters' present numbers.
+        content: The part.
         options: Hyper-parameters of the optimizers, by path and group.
         strict: Whether modules must have exactly the keys that the part has.
     """
-    found = owned.kinds()
-    values = owned.values()
-    for path, item in content["items"].items():
-        if found.get(path, VALUE) != VALUE:
-            kinds.put(found[path], values[path], item["state"], strict=strict)
-    for path, optimizer in owned.optimizers.items():
+    found, values = owned.kinds(), owned.values()
+    for path, kind in found.items():
+        if path in content and kind != VALUE:
+            kinds.put(kind, values[path], content[path]["state"], strict=strict)
+    for path, parameters in owned.parameters().items():
         if path in options:
-            state = content["optimizers"].get(path, {})
-            optimizer.load(Saved(dict(options[path]), state))
-    if content["random"] is not None:
-        kinds.put_random(content["random"])
-
-
-# Parts that a worker holds between two calls of a driver: copied or read parts
-
-
-_MOST_GIVEN_UP = 1000
-"""How many parts may be given up while they are being made."""
-
-
-class StagedParts:
-    """The parts that a worker holds for drivers, by the driver's id and its ticket. Thread-safe.
-
-    A ticket alone would be no proof: all owners of one snapshot are told it. The parts of a lost
-    driver are dropped: no other worker would ask for them. A driver may give a part up while it is
-    still being copied or read; such a part is not held when it is complete.
-    """
-
-    def __init__(self, agent: Agent) -> None:
-        self._lock = threading.Lock()
-        self._parts: dict[tuple[int, str], Any] = {}
-        self._given_up: deque[tuple[int, str]] = deque(maxlen=_MOST_GIVEN_UP)
-        self._agent = agent
-        agent.on_lost(self._drop_of)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def keep(self, ticket: str, driver: Peer, part: Any) -> None:
-        """Holds a part for a driver until the part is taken out or dropped."""
-        key = driver.id, ticket
-        with self._lock:
-            if key not in self._given_up and driver.lost is None:
-                self._parts[key] = part
-
-    def take_out(self, ticket: str, driver: Peer) -> Any:
-        """Returns a part of a driver, and stops holding it.
-
-        Raises:
-            CheckpointError: No part is held: the driver gave up, or was considered lost.
-        """
-        with self._lock:
-            found = self._parts.pop((driver.id, ticket), None)
-        if found is None:
-            raise CheckpointError(
-                f"worker {current().info.name!r} holds nothing of this snapshot for worker "
-                f"{driver.name!r} any more; that driver has given it up, or was lost for a moment: "
-                "begin again"
-            )
-        return found
-
-    def drop(self, ticket: str, driver: Peer) -> None:
-        """Drops a part of a driver if it is held, and else when it is complete."""
-        key = driver.id, ticket
-        with self._lock:
-            if self._parts.pop(key, None) is None:
-                self._given_up.append(key)
-
-    def _drop_of(self, driver: Peer) -> None:
-        with self._lock:
-            for key in [key for key in self._parts if key[0] == driver.id]:
-                del self._parts[key]
-
-
-def staged_parts() -> StagedParts:
-    """Returns the parts that this worker holds."""
-    return current().slots[_HELD]
-
-
-_HELD = Slot(lambda: StagedParts(current()))
+            state: dict[Any, Any] = {}
+            for number, parameter in parameters.items():
+                saved = content.get(parameter.path, {"state": {"shared": {}, "state": {}}})["state"]
+                state.update(saved["shared"])
+                if saved["state"]:
+                    state[number] = saved["state"]
+            owned.optimizers[path].load(Saved(dict(options[path]), state))
+    random = content.get(random_path(current().info.name))
+    if random is not None:
+        kinds.put_random(random["state"])

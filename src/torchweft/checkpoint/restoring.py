@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-import secrets
-from collections.abc import Collection
 from typing import Any
 
-from torchweft.checkpoint import kinds, owner, parts, reading, snapshots
-from torchweft.checkpoint.kinds import Differences
-from torchweft.checkpoint.owner import Deadline, raise_first
-from torchweft.checkpoint.parts import Described, Options
-from torchweft.checkpoint.plan import SEPARATOR, Plan, group_numbers
-from torchweft.checkpoint.reading import (
-    Needs,
-    Report,
-    Source,
-    assembled,
-    assign_parameters,
-    compare_classes,
-    compare_parameters,
-    compare_paths,
-    grown_entries,
-)
-from torchweft.checkpoint.snapshots import BadManifest, Manifest, Snapshot, read_manifest
+from torchweft.checkpoint import dcp, kinds, owners, parts, snapshots
+from torchweft.checkpoint.gate import StepGate
+from torchweft.checkpoint.kinds import PARAMETER, RANDOM, Content, Differences
+from torchweft.checkpoint.owners import HeldPart, Origin, Report
+from torchweft.checkpoint.parts import Options, StatePlan
+from torchweft.checkpoint.saving import Cut, Deadline, raise_first
+from torchweft.checkpoint.snapshots import Manifest, Snapshot
 from torchweft.engine.worker.current import current
-from torchweft.errors import (
-    CheckpointError,
-    NotInitialized,
-    SnapshotCorrupt,
-    SnapshotNotFound,
-    StateMismatch,
-)
-from torchweft.files import read_plain
-from torchweft.optim.distributed import Failure, run_on_owners
-from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
-
-_GIVE_UP_S = 5.0
+from torchweft.errors import CheckpointError
+from torchweft.optim.distributed import run_on_owners
+from torchweft.optim.states import fits_class
+from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, get_worker_infos
 
 
 def restore(
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | Snapshot,
     state: dict[str, Any],
     *,
     step: int | None = None,
@@ -61,7 +39,9 @@ def restore(
 
     Args:
         directory: Where snapshots are kept. If a worker cannot see a file, the worker that wrote
-            it, or this worker, reads the file for it.
+            it, or this worker, reads the file for it. Or a snapshot itself, or a folder of
+            ``torch.distributed.checkpoint``, of which modules, tensors and plain values are
+            restored, and all of a folder that ``to_dcp`` wrote.
         state: The state, created in the same way as when it was saved.
         step: The step of the snapshot; by default the last snapshot is restored.
         strict: Whether state and snapshot must have the same entries, and modules the same keys;
@@ -82,231 +62,194 @@ def restore(
         CheckpointError: The directory cannot be read; or an entry could not be put in place, and
             the state is partly restored then.
     """
-    snapshot = find(directory, step)
-    restore_snapshot(snapshot, state, strict=strict, random_states=random_states, timeout=timeout)
+    plan = StatePlan(state)
+    if isinstance(directory, Snapshot):
+        snapshot = directory
+        manifest = snapshots.read_manifest_of(snapshot, current().me.name)
+    elif dcp.is_folder(directory):
+        folder = os.path.abspath(directory)
+        manifest = dcp.read_manifest(folder, plan.paths)
+        snapshot = Snapshot(os.path.dirname(folder), os.path.basename(folder), manifest.step)
+    else:
+        snapshot = snapshots.find(directory, step)
+        manifest = snapshots.read_manifest_of(snapshot, current().me.name)
+    Restoring(plan, manifest, strict, Deadline(timeout), snapshot=snapshot).run(random_states)
     return snapshot
 
 
-def restore_snapshot(
-    snapshot: Snapshot,
-    state: dict[str, Any],
+def copy_state(
+    source: dict[str, Any],
+    target: dict[str, Any],
     *,
-    strict: bool,
-    random_states: bool,
-    timeout: float,
+    gate: StepGate | None = None,
+    strict: bool = True,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> None:
-    """Restores a state from one snapshot; see ``restore``."""
-    plan = Plan(state, False)
-    restoring = Restoring(snapshot, plan, strict, random_states, Deadline(timeout))
-    try:
-        restoring.prepare()
-        restoring.apply()
-    except BaseException:
-        restoring.give_up()
-        raise
+    """Copies a state into another one of the same names, whose entries may live elsewhere. Blocks.
 
+    So a model moves onto other workers while the program runs, with the state of its optimizer. It
+    is as if ``source`` were saved and restored into ``target``, without files: all owners copy
+    their parts at one point, and each owner of the target takes what it needs from them.
 
-def find(directory: str | os.PathLike[str], step: int | None) -> Snapshot:
-    """Returns the last snapshot in a directory, or the last one of a step.
+    Args:
+        source: The state; see ``save``. It is unchanged.
+        target: The other state, made of other objects.
+        gate: Is closed while the owners copy, so that no step through the gate is half done.
+        strict: Whether both must have the same entries; see ``restore``.
+        timeout: Seconds it may take; 0 for no limit, and by default ``WEFT_CHECKPOINT_TIMEOUT_S``.
 
     Raises:
-        SnapshotNotFound: There is none; lists the existing snapshots.
+        ArgumentTypeError: A value in ``source`` cannot be saved; names it.
+        StateMismatch: The states differ; lists the differences. Nothing is changed.
+        WorkerLost: A worker was lost.
+        CallTimeout: It took too long.
     """
-    present = snapshots.list_snapshots(directory)
-    fitting = [snapshot for snapshot in present if step is None or snapshot.step == step]
-    if not fitting:
-        raise not_found(snapshots.absolute(directory), step, present)
-    return fitting[-1]
+    deadline, held = Deadline(timeout), dict[str, RRef[HeldPart]]()
+    cut = Cut(StatePlan(source), deadline)
+    try:
+        cut.take(gate)
+        held.update(cut.parts_by_name())
+        Restoring(StatePlan(target), cut.manifest(), strict, deadline, held=held).run(False)
+    finally:
+        cut.drop()
+        held.clear()
 
 
 class Restoring:
-    """Restores one snapshot: ``prepare``, which changes nothing, then ``apply``.
+    """Puts a saved state into another one: reads and compares, which changes nothing, then applies.
 
     Args:
-        snapshot: The snapshot.
         plan: The owners of the entries.
+        manifest: The description of what was saved.
         strict: Whether state and snapshot must have the same entries.
-        with_random: Whether random number generators are restored.
         deadline: The deadline of the restore.
+        snapshot: The snapshot, for its place and for messages.
+        held: The parts that workers hold, by their names, in place of a snapshot.
     """
 
     def __init__(
         self,
-        snapshot: Snapshot,
-        plan: Plan,
+        plan: StatePlan,
+        manifest: Manifest,
         strict: bool,
-        with_random: bool,
         deadline: Deadline,
+        *,
+        snapshot: Snapshot | None = None,
+        held: dict[str, RRef[HeldPart]] | None = None,
     ) -> None:
         self._agent = current()
         self._me = self._agent.me
-        self._snapshot = snapshot
         self._plan = plan
+        self._manifest = manifest
         self._strict = strict
-        self._with_random = with_random
         self._deadline = deadline
-        self._ticket = secrets.token_hex(8)
+        self._snapshot = snapshot
+        self._source_parts = held or {}
+        self._held: dict[int, RRef[HeldPart]] = {}
+        self._content: Content = {}
+        self._directory = "" if snapshot is None else snapshot.directory
+        self._step = None if snapshot is None else snapshot.step
         peers = [self._agent.find(info) for info in get_worker_infos()]
         self._ids = {peer.name: peer.id for peer in peers if peer.lost is None}
-        self._manifest = self._read_manifest()
-        self._grown = grown_entries(self._manifest, plan.values)
-        self._content: parts.Content = {}
-        self._remote: list[int] = []
-        self._problems = Differences([], [], [])
 
-    def _read_manifest(self) -> Manifest:
-        path = os.path.join(self._snapshot.path, snapshots.MANIFEST)
+    def run(self, with_random: bool) -> None:
+        """Reads, compares and applies.
+
+        Args:
+            with_random: Whether random number generators are restored.
+        """
+        items = self._manifest.items
+        random = {
+            worker
+            for name, worker in self._ids.items()
+            if with_random and parts.random_path(name) in items
+        }
         try:
-            return read_manifest(read_plain(path, snapshots.MANIFEST_LIMIT_BYTES))
-        except PermissionError as error:
-            raise snapshots.not_permitted(self._snapshot.directory, path) from error
-        except (BadManifest, OSError) as error:
-            raise corrupt(self._snapshot, path, self._me.name, str(error)) from error
+            reports = self._prepare({*self._plan.remote, *random} - {self._me.id}, with_random)
+            self._check(reports)
+            self._apply()
+        except BaseException:
+            owners.drop_parts(self._held)
+            raise
 
     # Reading and comparing
 
-    def prepare(self) -> None:
+    def _prepare(self, workers: set[int], with_random: bool) -> dict[int, Report]:
         """Has every worker read the entries that it needs, and compare them with its own."""
-        needs = self._needs()
-        self._remote = [worker for worker in needs if worker != self._me.id]
+        plan, group = self._plan, [self._me.name, *self._ids]
+        name = "" if self._snapshot is None else self._snapshot.name
+        data = self._manifest.to_bytes()
+        origin: Origin = (data, self._directory, name, self._source_parts, group, with_random)
         timeout_s = self._deadline.left_s()
-        arguments = {
-            worker: (
-                self._ticket,
-                *self._places(worker),
-                self._snapshot.directory,
-                self._sources(worker, needs[worker]),
-                timeout_s,
-            )
-            for worker in self._remote
-        }
         answers, failures = run_on_owners(
-            owner.prepare, arguments, lambda: self._read_own(needs), self._deadline.left_s
-        )
-        self._raise("reading the snapshot", failures)
-        self._check(answers)
-
-    def _places(self, worker: int) -> tuple[Any, Any]:
-        remote = self._plan.remote.get(worker)
-        return ([], []) if remote is None else (remote.items, remote.optimizers)
-
-    def _needs(self) -> dict[int, Needs]:
-        """Returns the needs of each worker; the driver also needs the saving driver's part."""
-        manifest, plan = self._manifest, self._plan
-        paths = (plan.paths - self._grown.keys()).union(*self._grown.values())
-        self._problems = compare_paths(manifest, paths, set(plan.optimizers))
-        self._problems.differing.extend(compare_classes(manifest, plan.classes))
-        needs: dict[int, Needs] = {self._me.id: Needs()}
-        for path in sorted(paths & manifest.items.keys()):
-            worker = self._owner_of(path)
-            needs.setdefault(worker, Needs()).item(manifest.items[path].worker, path)
-        self._match_optimizers(needs)
-        if self._with_random:
-            for name in manifest.random:
-                if name in self._ids:
-                    needs.setdefault(self._ids[name], Needs()).random(name)
-        if manifest.optimizers.keys() & plan.optimizers.keys():
-            needs[self._me.id].by_writer.setdefault(manifest.driver, ([], {}, False))
-        return needs
-
-    def _owner_of(self, path: str) -> int:
-        for worker, remote in self._plan.remote.items():
-            if any(path == each for each, _ in remote.items):
-                return worker
-        return self._me.id
-
-    def _match_optimizers(self, needs: dict[int, Needs]) -> None:
-        described = self._describe()
-        for path, optimizer in self._plan.optimizers.items():
-            saved = self._manifest.optimizers.get(path)
-            if saved is None:
-                continue
-            by_number = {
-                number: parameter
-                for each in described.values()
-                for number, parameter in each.get(path, {}).items()
-            }
-            self._note(compare_parameters(path, saved, group_numbers(optimizer), by_number))
-            for worker, each in described.items():
-                assign_parameters(path, saved, each, needs.setdefault(worker, Needs()))
-
-    def _describe(self) -> dict[int, Described]:
-        remote = {
-            worker: (places.items, places.optimizers)
-            for worker, places in self._plan.remote.items()
-            if places.optimizers
-        }
-        described, failures = run_on_owners(
-            owner.describe,
-            remote,
-            lambda: parts.describe(self._plan.owned),
+            owners.prepare,
+            {worker: (*self._places(worker), origin, timeout_s) for worker in workers},
+            lambda: owners.read_and_compare(plan.owned, plan.optimizers, origin, timeout_s),
             self._deadline.left_s,
         )
-        self._raise("looking at the optimizers", failures)
-        return described
+        own = answers.pop(self._me.id, None)
+        self._held.update((worker, held) for worker, (_, held) in answers.items())
+        reports = {worker: report for worker, (report, _) in answers.items()}
+        answers.clear()
+        raise_first("reading the snapshot", failures, self._directory, self._step)
+        assert own is not None
+        self._content, reports[self._me.id] = own
+        return reports
 
-    def _sources(self, worker: int, needs: Needs) -> list[Source]:
-        sources = []
-        reader = self._agent.peers[worker].name
-        for writer, wanted in needs.by_writer.items():
-            part = self._manifest.part_of(writer)
-            others = [name for name in dict.fromkeys([writer, self._me.name]) if name != reader]
-            sources.append(
-                (
-                    self._snapshot.name,
-                    part.file,
-                    part.size_bytes,
-                    part.sha256,
-                    wanted,
-                    [name for name in others if name in self._ids],
-                )
-            )
-        return sources
-
-    def _read_own(self, needs: dict[int, Needs]) -> Report:
-        directory = self._snapshot.directory
-        self._content, report = reading.read_and_compare(
-            self._plan.owned,
-            directory,
-            self._sources(self._me.id, needs[self._me.id]),
-            functools.partial(owner.ask, directory, self._deadline.left_s()),
-        )
-        return report
-
-    # Differences that prevent restoring
+    def _places(self, worker: int) -> tuple[parts.Places, parts.Places]:
+        return self._plan.remote.get(worker, parts.Remote([], []))
 
     def _check(self, reports: dict[int, Report]) -> None:
+        """Raises the error of the differences that prevent restoring."""
+        problems = self._compare_entries(reports)
         for worker, report in reports.items():
-            name = self._agent.peers[worker].name
-            if report["lacking"]:
-                file = report["lacking"][0]
-                raise lacking(self._snapshot, self._manifest, file, name, self._ids)
-            if report["corrupt"]:
-                file, problem = report["corrupt"][0]
-                path = os.path.join(self._snapshot.path, file)
-                raise corrupt(self._snapshot, path, name, problem)
-            self._note(Differences(report["missing"], report["unexpected"], report["differing"]))
-        differing = self._problems.differing
-        problems = self._problems if self._strict else Differences([], [], differing)
+            if self._snapshot is not None:
+                name = self._agent.peers[worker].name
+                snapshots.raise_unreadable(self._snapshot, self._manifest, report, name, self._ids)
+            problems.add(Differences(*(report[each] for each in Differences._fields)))
+        if not self._strict:
+            problems = Differences([], [], problems.differing)
         if any(problems):
-            raise mismatch(self._snapshot, problems)
+            what = "the source" if self._snapshot is None else f"the snapshot {self._snapshot.path}"
+            raise snapshots.mismatch(what, self._directory, self._step, problems)
 
-    def _note(self, found: Differences) -> None:
-        for mine, theirs in zip(self._problems, found, strict=True):
-            mine += theirs
+    def _compare_entries(self, reports: dict[int, Report]) -> Differences:
+        """Returns the entries that only the state or only the snapshot has, and other classes."""
+        items, plan = self._manifest.items, self._plan
+        here = plan.paths | plan.optimizers.keys()
+        saved = {path for path, item in items.items() if item.kind not in (PARAMETER, RANDOM)}
+        problems = Differences(sorted(here - saved), sorted(saved - here), [])
+        stepped = {path for report in reports.values() for path in report["parameters"]}
+        problems.unexpected.extend(
+            parts.shown(path, optimizer)
+            for optimizer in plan.optimizers
+            for path in items
+            if path.startswith(optimizer + parts.OF_PARAMETERS) and path not in stepped
+        )
+        # The state of one class fits another one only if one of them derives from the other. torch
+        # loads any state, and fails in the next step.
+        problems.differing.extend(
+            f"{path} is of the class {theirs[0]} in the snapshot and {ours[0]} here"
+            for path, ours in sorted(plan.classes.items())
+            if (theirs := self._manifest.classes.get(path)) and not fits_class(theirs, ours)
+        )
+        return problems
 
     # Putting it in place
 
-    def apply(self) -> None:
+    def _apply(self) -> None:
         """Has every worker put the entries that it has read in place."""
-        saved: dict[str, Options] = self._content.get("options", {})
-        options = {path: saved[path] for path in self._plan.optimizers if path in saved}
-        arguments = {
-            worker: (self._ticket, *self._places(worker), options, self._strict)
-            for worker in self._remote
+        content = self._content
+        options: dict[str, Options] = {
+            path: content[path]["state"] for path in self._plan.optimizers if path in content
         }
-        _, failures = run_on_owners(owner.apply, arguments, timeout_s=self._deadline.left_s)
-        self._raise("restoring the state, which is partly restored now,", failures)
+        arguments = {
+            worker: (part, *self._places(worker), options, self._strict)
+            for worker, part in self._held.items()
+        }
+        _, failures = run_on_owners(owners.apply, arguments, timeout_s=self._deadline.left_s)
+        what = "restoring the state, which is partly restored now,"
+        raise_first(what, failures, self._directory, self._step)
         for path, by_group in options.items():
             self._plan.optimizers[path].adopt([by_group[group] for group in sorted(by_group)])
         try:
@@ -315,116 +258,15 @@ class Restoring:
             raise CheckpointError(
                 f"restoring the state failed on worker {self._me.name!r}: "
                 f"{type(error).__name__}: {error}. It is partly restored",
-                directory=self._snapshot.directory,
-                step=self._snapshot.step,
+                directory=self._directory,
+                step=self._step,
                 worker=self._me.name,
             ) from error
 
     def _apply_own(self, options: dict[str, Options]) -> None:
-        states = {path: item["state"] for path, item in self._content["items"].items()}
-        own, lists = self._plan.owned.kinds(), set(self._manifest.lists or ())
+        own, content = self._plan.owned.kinds(), self._content
         for path, leaf in self._plan.values.items():
-            if path in self._grown:
-                start = len(path + SEPARATOR)
-                inner = {each[start:]: states[each] for each in self._grown[path]}
-                leaf.put(assembled(path, inner, lists))
-            elif path in states and own[path] == kinds.VALUE:
-                leaf.put(states[path])
+            if path in content and own[path] == kinds.VALUE:
+                leaf.put(content[path]["state"])
         # The random states come last: code that is called before might draw random numbers.
-        parts.put(self._plan.owned, self._content, options, strict=self._strict)
-
-    def give_up(self) -> None:
-        """Has the workers drop the entries that they have read."""
-        arguments = dict.fromkeys(self._remote, (self._ticket,))
-        with contextlib.suppress(NotInitialized):
-            run_on_owners(owner.drop, arguments, timeout_s=Deadline(_GIVE_UP_S).left_s)
-
-    def _raise(self, what: str, failures: list[Failure]) -> None:
-        raise_first(what, failures, self._snapshot.directory, self._snapshot.step)
-
-
-# The errors for snapshots that cannot be restored
-
-_NAMED = 8
-"""How many entries a message names."""
-
-
-def not_found(directory: str, step: int | None, present: list[Snapshot]) -> SnapshotNotFound:
-    """Returns the error for a missing snapshot; ``present`` are the existing snapshots."""
-    of_step = "" if step is None else f" of step {step}"
-    there = ", ".join(str(snapshot.step) for snapshot in present)
-    hint = f"; there are those of steps {there}" if present else ""
-    if os.path.exists(os.path.join(directory, snapshots.MANIFEST)):
-        hint = f": it is itself a snapshot; pass {os.path.dirname(directory)}, and its step"
-    return SnapshotNotFound(
-        f"there is no snapshot{of_step} in {directory}{hint}",
-        directory=directory,
-        step=step,
-    )
-
-
-def lacking(
-    snapshot: Snapshot, manifest: Manifest, file: str, reader: str, group: Collection[str]
-) -> SnapshotNotFound:
-    """Returns the error for a file that neither the reader nor any worker it asked can see."""
-    writer = next(part.worker for part in manifest.parts if part.file == file)
-    absent = (
-        "" if writer in group else f"; worker {writer!r}, which wrote it, is not in the group now"
-    )
-    return SnapshotNotFound(
-        f"worker {reader!r} lacks the file {os.path.join(snapshot.path, file)} that worker "
-        f"{writer!r} wrote, and nobody could read it for {reader!r}{absent}. Nothing was restored; "
-        "keep snapshots on storage that all workers share, or have the worker run again where it "
-        "was",
-        directory=snapshot.directory,
-        step=snapshot.step,
-        worker=reader,
-    )
-
-
-def corrupt(snapshot: Snapshot, path: str, reader: str, problem: str) -> SnapshotCorrupt:
-    """Returns the error for a file that differs from what was written."""
-    present = reversed(snapshots.list_snapshots(snapshot.directory))
-    steps = tuple(each.step for each in present if each.name != snapshot.name)
-    instead = (
-        f"restore another with step=...: there are {', '.join(map(str, steps))}"
-        if steps
-        else "there is no other snapshot"
-    )
-    return SnapshotCorrupt(
-        f"the snapshot of step {snapshot.step} is damaged: {path}, as worker {reader!r} sees it: "
-        f"{problem}. Nothing was restored; {instead}",
-        directory=snapshot.directory,
-        step=snapshot.step,
-        worker=reader,
-        file=path,
-        alternatives=steps,
-    )
-
-
-def mismatch(snapshot: Snapshot, problems: Differences) -> StateMismatch:
-    """Returns the error for a snapshot of another state."""
-    said = [
-        f"{what} {_listed(entries)}"
-        for what, entries in [
-            ("the snapshot lacks", problems.missing),
-            ("only the snapshot has", problems.unexpected),
-            ("they differ:", problems.differing),
-        ]
-        if entries
-    ]
-    return StateMismatch(
-        f"the snapshot {snapshot.path} is of another state: {'; '.join(said)}. Nothing was "
-        "restored; make the state as it was made when it was saved"
-        + ("" if problems.differing else ", or pass strict=False"),
-        directory=snapshot.directory,
-        step=snapshot.step,
-        missing=tuple(problems.missing),
-        unexpected=tuple(problems.unexpected),
-        differing=tuple(problems.differing),
-    )
-
-
-def _listed(entries: list[str]) -> str:
-    more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
-    return ", ".join(entries[:_NAMED]) + more
+        parts.put(self._plan.owned, content, options, strict=self._strict)

@@ -1,40 +1,214 @@
-"""Saving: the driver's side. See ``docs/protocols/checkpoint.md``."""
+"""Saving: the driver's side. See ``docs/protocols/checkpoint.md``.
+
+A cut is a copy of a state, of one moment, in the memory of all owners. ``save`` writes it to files;
+``copy_state`` in ``restoring`` puts it into another state.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import logging
+import math
 import os
 import platform
-import secrets
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from torchweft.checkpoint import files, owner, parts, snapshots
+from torchweft import knobs
+from torchweft.arguments import limit_of
+from torchweft.checkpoint import files, owners, parts, snapshots
 from torchweft.checkpoint.gate import StepGate
-from torchweft.checkpoint.owner import Deadline, raise_first
-from torchweft.checkpoint.parts import Content, Described, Options
-from torchweft.checkpoint.plan import Plan, group_numbers
-from torchweft.checkpoint.snapshots import Item, Manifest, Parameter, Part, Snapshot
+from torchweft.checkpoint.kinds import OPTIMIZER, Content
+from torchweft.checkpoint.owners import HeldPart
+from torchweft.checkpoint.parts import StatePlan
+from torchweft.checkpoint.snapshots import EntryRecord, Manifest, PartRecord, Snapshot
 from torchweft.engine.threads.interrupts import acquire
 from torchweft.engine.worker.agent import Slot
 from torchweft.engine.worker.current import current
-from torchweft.errors import CallCancelled, CallTimeout, ConfigurationError, NotInitialized
+from torchweft.errors import (
+    CallCancelled,
+    CallTimeout,
+    CheckpointError,
+    ConfigurationError,
+    NotInitialized,
+    WeftError,
+    WorkerLost,
+)
 from torchweft.ids import WorkerInfo
-from torchweft.optim.distributed import Failure, name_of, run_on_owners
-from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
+from torchweft.optim.distributed import Failure, described, name_of, run_on_owners
+from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, get_worker_infos
 
 _log = logging.getLogger("torchweft")
-_GIVE_UP_S = 5.0
-"""How long an attempt that failed may take to clean up."""
+Workers = bool | Iterable[str | int | WorkerInfo]
 
 
-class Attempt:
+class Deadline:
+    """The deadline of a save or restore.
+
+    Args:
+        timeout_s: Seconds from now; 0 for no limit, negative for the default.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = limit_of(timeout_s, knobs.CHECKPOINT_TIMEOUT_S.get())
+        self._end_s = time.monotonic() + self.timeout_s if self.timeout_s else math.inf
+
+    def left_s(self) -> float:
+        """Returns the remaining seconds as the timeout of a call: 0 for no limit.
+
+        Raises:
+            CallTimeout: The deadline has passed.
+        """
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
+            raise CallTimeout(
+                f"the snapshot was not done within its {self.timeout_s:.1f} s; pass a longer "
+                f"timeout, or set {knobs.CHECKPOINT_TIMEOUT_S.variable}",
+                elapsed_s=self.timeout_s,
+            )
+        return 0.0 if math.isinf(left_s) else left_s
+
+
+def raise_first(what: str, failures: list[Failure], directory: str, step: int | None) -> None:
+    """Raises an error if there are failures.
+
+    A lost worker, and then a timeout, goes before other errors, since it calls for a recovery of
+    the group. An error of Weft is raised unchanged.
+
+    Args:
+        what: The failed operation, for the message.
+        failures: The workers and their errors.
+        directory: Where the snapshots are.
+        step: The step of the snapshot.
+
+    Raises:
+        CheckpointError: Names all these workers; its cause is the first error.
+    """
+    if not failures:
+        return
+    first = min(failures, key=lambda failure: _urgency(failure.error))
+    if isinstance(first.error, WeftError):
+        raise first.error
+    others = [failure for failure in failures if failure is not first]
+    raise CheckpointError(
+        f"{what} failed {described([first, *others])}",
+        directory=directory,
+        step=step,
+        worker=name_of(first.owner),
+    ) from first.error
+
+
+def _urgency(error: Exception) -> int:
+    kinds = WorkerLost, CallTimeout, WeftError
+    return next((place for place, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
+
+
+class Cut:
+    """A copy of a state, in the memory of its owners.
+
+    Args:
+        plan: The owners of the entries.
+        deadline: The deadline of the operation.
+        directory: Where the cut will be written, for messages.
+        step: The step of which it is, for messages.
+
+    Attributes:
+        content: The part of this worker.
+        held: References to the parts that other workers hold, by the id of the worker.
+    """
+
+    def __init__(
+        self, plan: StatePlan, deadline: Deadline, directory: str = "", step: int | None = None
+    ) -> None:
+        self._agent = current()
+        self._plan = plan
+        self._deadline = deadline
+        self._place = directory, step
+        self._workers = [info.name for info in get_worker_infos()]
+        self._entries: dict[str, EntryRecord] = {}
+        self.content: Content = {}
+        self.held: dict[int, RRef[HeldPart]] = {}
+
+    def take(self, gate: StepGate | None) -> None:
+        """Has all owners copy their parts. Blocks until they have.
+
+        Args:
+            gate: Is closed while the owners copy.
+        """
+        plan, me = self._plan, self._agent.me
+        for optimizer in plan.optimizers.values():
+            optimizer.tell_changes()
+        remote = {
+            worker: (*places, worker in plan.random) for worker, places in plan.remote.items()
+        }
+        closed = gate.closed(self._deadline.left_s()) if gate else contextlib.nullcontext()
+        with closed:
+            answers, failures = run_on_owners(
+                owners.capture,
+                remote,
+                lambda: parts.take(plan.owned, with_random=me.id in plan.random),
+                self._deadline.left_s,
+            )
+        self.content, own_options = answers.pop(me.id, ({}, {}))
+        self.held.update((worker, held) for worker, (_, _, held) in answers.items())
+        kinds = {worker: kinds for worker, (kinds, _, _) in answers.items()}
+        all_options = [own_options, *(options for _, options, _ in answers.values())]
+        answers.clear()  # So that an error, which refers to this frame, keeps no part alive.
+        raise_first("copying the state", failures, *self._place)
+        for path in plan.optimizers:
+            groups = {
+                group: each
+                for options in all_options
+                for group, each in options.get(path, {}).items()
+            }
+            self.content[path] = {"kind": OPTIMIZER, "state": groups}
+        kinds[me.id] = owners.kinds_in(self.content)
+        for worker, its_kinds in kinds.items():
+            name = self._agent.peers[worker].name
+            self._entries.update(
+                (path, EntryRecord(kind, name)) for path, kind in its_kinds.items()
+            )
+
+    def manifest(
+        self, step: int = 0, files: Iterable[PartRecord] = (), needs: Iterable[str] = ()
+    ) -> Manifest:
+        """Returns the description of the cut, and of the files that it was written to."""
+        return Manifest(
+            step=step,
+            written=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            driver=self._agent.me.name,
+            workers=self._workers,
+            parts=sorted(files, key=lambda part: part.rank),
+            items=dict(sorted(self._entries.items())),
+            versions={
+                "weft": str(sys.modules["torchweft"].__version__),
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            needs=list(needs),
+            classes=self._plan.classes,
+        )
+
+    def drop(self) -> None:
+        """Stops holding the parts, here and on the other owners."""
+        self.content = {}
+        owners.drop_parts(self.held)
+
+    def parts_by_name(self) -> dict[str, RRef[HeldPart]]:
+        """Returns references to all parts, by the name of their worker."""
+        me = self._agent.me
+        own = RRef(HeldPart(me.id, self.content))
+        held = {self._agent.peers[worker].name: part for worker, part in self.held.items()}
+        return {me.name: own, **held}
+
+
+class SaveAttempt:
     """Saves one snapshot: ``capture``, then ``finish``, which may be called on another thread.
 
     Args:
@@ -51,175 +225,90 @@ class Attempt:
         directory: str,
         step: int,
         keep: int | None,
-        plan: Plan,
+        plan: StatePlan,
         deadline: Deadline,
         needs: Iterable[str] = (),
     ) -> None:
         self._agent = current()
-        self._me = self._agent.me
         self._keep = keep
-        self._plan = plan
+        self._owners = list(plan.remote)
         self._deadline = deadline
         self._needs = list(needs)
-        self._ticket = secrets.token_hex(8)
         # The remains of earlier attempts have numbers, too: take our number before removing them.
         self._snapshot = Snapshot(directory, snapshots.new_name(directory, step), step)
         snapshots.remove_unfinished(directory)
-        self._workers = [info.name for info in get_worker_infos()]
-        self._content: Content = {}
-        self._kinds: dict[int, dict[str, str]] = {}
-        self._described: dict[int, Described] = {}
-        self._written: dict[int, Part] = {}
-
-    # Copying
+        self._cut = Cut(plan, deadline, directory, step)
 
     def capture(self, gate: StepGate | None) -> None:
-        """Has all owners copy their parts.
-
-        Args:
-            gate: Is closed while the owners copy.
-        """
-        for optimizer in self._plan.optimizers.values():
-            optimizer.tell_changes()
-        remote = {
-            worker: (self._ticket, *places, worker in self._plan.random)
-            for worker, places in self._plan.remote.items()
-        }
-        with_random = self._me.id in self._plan.random
+        """Has all owners copy their parts while ``gate`` is closed."""
         try:
-            closed = gate.closed(self._deadline.left_s()) if gate else contextlib.nullcontext()
-            with closed:
-                answers, failures = run_on_owners(
-                    owner.capture,
-                    remote,
-                    lambda: parts.take(self._plan.owned, with_random=with_random),
-                    self._deadline.left_s,
-                )
-            self._raise("copying the state", failures)
+            self._cut.take(gate)
         except BaseException:
             self.give_up()
             raise
-        self._take_up(answers)
-
-    def _take_up(self, answers: dict[int, Any]) -> None:
-        own: parts.Taken = answers.pop(self._me.id)
-        told = {self._me.id: (own.kinds, own.described, own.options), **answers}
-        options: dict[str, Options] = {path: {} for path in self._plan.optimizers}
-        for worker, (kinds, described, its_options) in told.items():
-            self._kinds[worker], self._described[worker] = kinds, described
-            for path, by_group in its_options.items():
-                options[path].update(by_group)
-        self._content = {**own.content, "options": options}
-
-    # Writing
 
     def finish(self) -> Snapshot:
         """Has all owners write their files, then writes the manifest; returns the snapshot."""
         directory, step = self._snapshot.directory, self._snapshot.step
         doing = f"writing the snapshot of step {step}"
         try:
-            with snapshots.named_errors(doing, directory, step, self._me.name):
-                self._write_parts(doing)
-                self._write_manifest()
+            with snapshots.named_errors(doing, directory, step, self._agent.me.name):
+                written = self._write_parts(doing)
+                manifest = self._cut.manifest(step, written, self._needs)
+                path = os.path.join(self._snapshot.path, snapshots.MANIFEST)
+                files.write_bytes(path, manifest.to_bytes())
+                # The names of the snapshot and of its directory must survive a crash, too.
+                files.flush(directory)
+                files.flush(os.path.dirname(directory))
         except BaseException:
             self.give_up()
             raise
-        self._tidy()
+        self._tidy(written)
         return self._snapshot
 
-    def _write_parts(self, doing: str) -> None:
+    def _write_parts(self, doing: str) -> list[PartRecord]:
         os.makedirs(self._snapshot.path)
+        cut, me = self._cut, self._agent.me.id
         answers, failures = run_on_owners(
-            owner.write,
-            {worker: (self._ticket, *self._place_of(worker)) for worker in self._plan.remote},
-            lambda: files.write_part(self._path_of(self._me.id), self._content),
+            owners.write,
+            {worker: (cut.held[worker], *self._place_of(worker)) for worker in self._owners},
+            lambda: files.write_part(self._path_of(me), cut.content),
             self._deadline.left_s,
         )
-        self._raise(doing, failures)
-        self._content = {}
-        for worker, (size_bytes, sha256) in answers.items():
-            path = self._path_of(worker)
-            is_seen = os.path.exists(path) and os.path.getsize(path) == size_bytes
-            info = self._agent.peers[worker].info
-            self._written[worker] = Part(
-                info.name, info.id, os.path.basename(path), size_bytes, sha256, is_seen
-            )
+        raise_first(doing, failures, self._snapshot.directory, self._snapshot.step)
+        cut.content = {}
+        return [self._record(worker, *written) for worker, written in answers.items()]
+
+    def _record(self, worker: int, size_bytes: int, sha256: str) -> PartRecord:
+        path, info = self._path_of(worker), self._agent.peers[worker].info
+        is_seen = os.path.exists(path) and os.path.getsize(path) == size_bytes
+        return PartRecord(info.name, info.id, os.path.basename(path), size_bytes, sha256, is_seen)
 
     def _place_of(self, worker: int) -> tuple[str, str, str]:
         info = self._agent.peers[worker].info
-        return self._snapshot.directory, self._snapshot.name, f"{info.id}-{info.name}.pt"
+        return self._snapshot.directory, self._snapshot.name, snapshots.file_name(info)
 
     def _path_of(self, worker: int) -> str:
         return snapshots.part_path(*self._place_of(worker))
 
-    def _write_manifest(self) -> None:
-        manifest = Manifest(
-            step=self._snapshot.step,
-            written=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            driver=self._me.name,
-            workers=self._workers,
-            parts=sorted(self._written.values(), key=lambda part: part.rank),
-            items={
-                path: Item(kind, self._agent.peers[worker].name)
-                for worker, its_kinds in self._kinds.items()
-                for path, kind in its_kinds.items()
-            },
-            optimizers={path: self._parameters(path) for path in self._plan.optimizers},
-            random=sorted(self._agent.peers[worker].name for worker in self._plan.random),
-            versions={
-                "weft": str(sys.modules["torchweft"].__version__),
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-            },
-            needs=self._needs,
-            lists=self._plan.lists,
-            classes=self._plan.classes,
-        )
-        path = os.path.join(self._snapshot.path, snapshots.MANIFEST)
-        files.write_whole(path, lambda file: file.write(manifest.to_bytes()))
-        # The names of the snapshot and of its directory must survive a crash of the machine, too.
-        files.flush_directory(self._snapshot.directory)
-        files.flush_directory(os.path.dirname(self._snapshot.directory))
-
-    def _parameters(self, path: str) -> list[Parameter]:
-        groups = group_numbers(self._plan.optimizers[path])
-        found = {
-            number: Parameter(name, groups[number], shape, self._agent.peers[worker].name)
-            for worker, described in self._described.items()
-            for number, (name, shape) in described.get(path, {}).items()
-        }
-        return [found[number] for number in sorted(found)]
-
-    # Afterwards
-
-    def _tidy(self) -> None:
+    def _tidy(self, written: list[PartRecord]) -> None:
         """Removes old snapshots, also on workers whose files are on disks of their own."""
         directory = self._snapshot.directory
         names = snapshots.names_to_keep(directory, self._keep)
         snapshots.keep_only(directory, names)
-        elsewhere = {
-            worker: (directory, names) for worker, part in self._written.items() if not part.is_seen
-        }
-        timeout_s = Deadline(_GIVE_UP_S).left_s
-        _, failures = run_on_owners(owner.tidy, elsewhere, timeout_s=timeout_s)
+        elsewhere = {part.rank: (directory, names) for part in written if not part.is_seen}
+        timeout_s = Deadline(owners.GIVE_UP_S).left_s
+        _, failures = run_on_owners(owners.tidy, elsewhere, timeout_s=timeout_s)
         for worker, error in failures:
             _log.warning("old snapshots on worker %r stay there: %s", name_of(worker), str(error))
 
     def give_up(self) -> None:
         """Removes all remains of the attempt; the next save removes files that cannot be now."""
-        self._content = {}
+        self._cut.drop()
         snapshots.remove(self._snapshot.path)
-        arguments = {
-            worker: (self._ticket, *self._place_of(worker)) for worker in self._plan.remote
-        }
+        arguments = {worker: self._place_of(worker) for worker in self._owners}
         with contextlib.suppress(NotInitialized):
-            run_on_owners(owner.discard, arguments, timeout_s=Deadline(_GIVE_UP_S).left_s)
-
-    def _raise(self, what: str, failures: list[Failure]) -> None:
-        raise_first(what, failures, self._snapshot.directory, self._snapshot.step)
-
-
-Workers = bool | Iterable[str | int | WorkerInfo]
+            run_on_owners(owners.discard, arguments, timeout_s=Deadline(owners.GIVE_UP_S).left_s)
 
 
 def save(
@@ -268,9 +357,8 @@ def save(
         WorkerLost: A worker was lost.
         CallTimeout: It took too long.
     """
-    attempt, turn = _begin(
-        directory, state, step, keep, gate, random_states, timeout, [each.name for each in needs]
-    )
+    names = [each.name for each in needs]
+    attempt, turn = _begin(directory, state, step, keep, gate, random_states, timeout, names)
     try:
         return attempt.finish()
     finally:
@@ -310,7 +398,7 @@ def save_async(
     attempt, turn = _begin(directory, state, step, keep, gate, random_states, timeout)
     try:
         # A process that ends still completes its pending saves.
-        return owner.in_background(work, "save", is_awaited=True)
+        return owners.in_background(work, "save", is_awaited=True)
     except BaseException:
         if claim.acquire(blocking=False):  # Else its thread runs, and was interrupted afterwards.
             turn.release()
@@ -327,7 +415,7 @@ def _begin(
     random_states: Workers,
     timeout: float,
     needs: Iterable[str] = (),
-) -> tuple[Attempt, threading.Lock]:
+) -> tuple[SaveAttempt, threading.Lock]:
     """Has all owners copy their parts; returns the attempt, and the lock to release at its end.
 
     Only one save to a directory runs at a time.
@@ -346,7 +434,8 @@ def _begin(
                 f"{deadline.timeout_s:.1f} s; save less often, or pass a longer timeout",
                 elapsed_s=deadline.timeout_s,
             )
-        attempt = Attempt(absolute, step, keep, Plan(state, random_states), deadline, needs)
+        plan = StatePlan(state, random_states)
+        attempt = SaveAttempt(absolute, step, keep, plan, deadline, needs)
         attempt.capture(gate)
     except BaseException:
         if any(is_mine):

@@ -16,19 +16,30 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchweft.arguments import kind_of
 from torchweft.checkpoint import files
-from torchweft.errors import ArgumentTypeError, CheckpointError, ConfigurationError, WeftError
+from torchweft.checkpoint.kinds import Differences
+from torchweft.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    SnapshotCorrupt,
+    SnapshotNotFound,
+    StateMismatch,
+    WeftError,
+)
 from torchweft.files import read_plain
+from torchweft.ids import WorkerInfo
 
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT_BYTES = 1 << 30
 _NAME = re.compile(r"(?P<number>\d{6,})-step(?P<step>\d+)-[0-9a-f]{8}")
-_FILE = re.compile(r"\d+-[A-Za-z0-9_:-]{1,127}\.pt")
+_SUFFIX = ".pt"
+_FILE = re.compile(rf"\d+-[A-Za-z0-9_:-]{{1,127}}{re.escape(_SUFFIX)}")
 
 
 @dataclass(frozen=True)
@@ -57,11 +68,6 @@ def absolute(directory: str | os.PathLike[str]) -> str:
     Raises:
         ArgumentTypeError: It is no path.
     """
-    if isinstance(directory, Snapshot):
-        raise ArgumentTypeError(
-            "directory is a Snapshot; pass snapshot.directory, and to restore this one "
-            f"step={directory.step}"
-        )
     if not isinstance(directory, (str, os.PathLike)):
         raise ArgumentTypeError(
             f"directory is {kind_of(directory)}; pass the path where snapshots are kept"
@@ -95,6 +101,19 @@ def latest(directory: str | os.PathLike[str]) -> Snapshot | None:
     """
     snapshots = list_snapshots(directory)
     return snapshots[-1] if snapshots else None
+
+
+def find(directory: str | os.PathLike[str], step: int | None = None) -> Snapshot:
+    """Returns the last snapshot in a directory, or the last one of a step.
+
+    Raises:
+        SnapshotNotFound: There is none; lists the existing snapshots.
+    """
+    present = list_snapshots(directory)
+    fitting = [snapshot for snapshot in present if step is None or snapshot.step == step]
+    if not fitting:
+        raise not_found(absolute(directory), step, present)
+    return fitting[-1]
 
 
 def not_permitted(directory: str, path: str) -> CheckpointError:
@@ -143,6 +162,11 @@ def new_name(directory: str, step: int) -> str:
     return f"{number:06}-step{step}-{secrets.token_hex(4)}"
 
 
+def file_name(info: WorkerInfo) -> str:
+    """Returns the name of the file of a worker's part."""
+    return f"{info.id}-{info.name}{_SUFFIX}"
+
+
 def part_path(directory: str, name: str, file: str) -> str:
     """Returns the path of a file of a snapshot.
 
@@ -171,7 +195,7 @@ def _begun(directory: str | os.PathLike[str]) -> list[Snapshot]:
 # The manifest: the files of a snapshot, their entries, and the workers that wrote them. It is JSON,
 # so that a person can read it. It is written last.
 
-FORMAT = 1
+FORMAT = 2
 
 
 class BadManifest(ValueError):
@@ -179,7 +203,7 @@ class BadManifest(ValueError):
 
 
 @dataclass(frozen=True)
-class Part:
+class PartRecord:
     """The file of one worker.
 
     Attributes:
@@ -200,7 +224,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Item:
+class EntryRecord:
     """One entry of the state.
 
     Attributes:
@@ -209,23 +233,6 @@ class Item:
     """
 
     kind: str
-    worker: str
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of a distributed optimizer.
-
-    Attributes:
-        name: Its name in every snapshot of the same state; see ``parts.parameter_names``.
-        group: The number of its parameter group.
-        shape: Its shape.
-        worker: The name of the worker whose file contains the optimizer's state of it.
-    """
-
-    name: str
-    group: int
-    shape: tuple[int, ...]
     worker: str
 
 
@@ -239,31 +246,24 @@ class Manifest:
         driver: The name of the worker that saved it.
         workers: The names of all workers of the group at that time, by rank.
         parts: The files, by rank of their workers.
-        items: The entries of the state, by path.
-        optimizers: The parameters of distributed optimizers in order, by path.
-        random: The names of the workers whose random number generators are in it.
+        items: The entries of the parts, by path; see ``parts``.
         versions: The versions of Weft, PyTorch and Python that wrote it.
         needs: The names of the snapshots that it cannot be restored without.
-        lists: The paths of the lists of the state that contain entries; other paths between are
-            those of dicts. None in snapshots of versions that did not tell.
         classes: The names of the class of each optimizer that the driver knows and of the optimizer
-            classes that it derives from, by path; likewise None.
+            classes that it derives from, by path.
     """
 
     step: int
     written: str
     driver: str
     workers: list[str]
-    parts: list[Part]
-    items: dict[str, Item]
-    optimizers: dict[str, list[Parameter]]
-    random: list[str]
+    parts: list[PartRecord]
+    items: dict[str, EntryRecord]
     versions: dict[str, str]
     needs: list[str] = field(default_factory=list)
-    lists: list[str] | None = None
-    classes: dict[str, list[str]] | None = None
+    classes: dict[str, list[str]] = field(default_factory=dict)
 
-    def part_of(self, worker: str) -> Part:
+    def part_of(self, worker: str) -> PartRecord:
         """Returns the file that a worker wrote."""
         return next(part for part in self.parts if part.worker == worker)
 
@@ -296,16 +296,28 @@ def read_manifest(data: bytes) -> Manifest:
         raise BadManifest(f"it is no manifest ({type(error).__name__}: {error})") from error
 
 
+def read_manifest_of(snapshot: Snapshot, reader: str = "") -> Manifest:
+    """Returns the manifest of a snapshot; ``reader`` is the name of this worker, if it has one.
+
+    Raises:
+        SnapshotCorrupt: It is damaged.
+        CheckpointError: This process may not read it.
+    """
+    path = os.path.join(snapshot.path, MANIFEST)
+    try:
+        return read_manifest(read_plain(path, MANIFEST_LIMIT_BYTES))
+    except PermissionError as error:
+        raise not_permitted(snapshot.directory, path) from error
+    except (BadManifest, OSError) as error:
+        raise corrupt(snapshot, path, reader, str(error)) from error
+
+
 def _manifest(content: dict[str, Any]) -> Manifest:
     return Manifest(
         **{
             **content,
-            "parts": [Part(**part) for part in content["parts"]],
-            "items": {path: Item(**item) for path, item in content["items"].items()},
-            "optimizers": {
-                path: [Parameter(**{**each, "shape": tuple(each["shape"])}) for each in parameters]
-                for path, parameters in content["optimizers"].items()
-            },
+            "parts": [PartRecord(**part) for part in content["parts"]],
+            "items": {path: EntryRecord(**item) for path, item in content["items"].items()},
         }
     )
 
@@ -371,3 +383,105 @@ def _needs(directory: str, name: str) -> list[str]:
         return read_manifest(read_plain(path, MANIFEST_LIMIT_BYTES)).needs
     except (BadManifest, OSError):
         return []  # It cannot be restored at all.
+
+
+# The errors for snapshots that cannot be restored
+
+_NAMED = 8
+"""How many entries a message names."""
+
+
+def not_found(directory: str, step: int | None, present: list[Snapshot]) -> SnapshotNotFound:
+    """Returns the error for a missing snapshot; ``present`` are the existing snapshots."""
+    of_step = "" if step is None else f" of step {step}"
+    there = ", ".join(str(snapshot.step) for snapshot in present)
+    hint = f"; there are those of steps {there}" if present else ""
+    if os.path.exists(os.path.join(directory, MANIFEST)):
+        hint = f": it is itself a snapshot; pass {os.path.dirname(directory)}, and its step"
+    return SnapshotNotFound(
+        f"there is no snapshot{of_step} in {directory}{hint}",
+        directory=directory,
+        step=step,
+    )
+
+
+def raise_unreadable(
+    snapshot: Snapshot,
+    manifest: Manifest,
+    report: Mapping[str, Any],
+    reader: str,
+    group: Collection[str],
+) -> None:
+    """Raises the error of the first file that a worker could not read, if there is one."""
+    for file, _ in report["lacking"]:
+        raise lacking(snapshot, manifest, file, reader, group)
+    for file, problem in report["corrupt"]:
+        raise corrupt(snapshot, os.path.join(snapshot.path, file), reader, problem)
+
+
+def lacking(
+    snapshot: Snapshot, manifest: Manifest, file: str, reader: str, group: Collection[str]
+) -> SnapshotNotFound:
+    """Returns the error for a file that neither the reader nor any worker it asked can see."""
+    writer = next(part.worker for part in manifest.parts if part.file == file)
+    absent = (
+        "" if writer in group else f"; worker {writer!r}, which wrote it, is not in the group now"
+    )
+    return SnapshotNotFound(
+        f"worker {reader!r} lacks the file {os.path.join(snapshot.path, file)} that worker "
+        f"{writer!r} wrote, and nobody could read it for {reader!r}{absent}. Nothing was restored; "
+        "keep snapshots on storage that all workers share, or have the worker run again where it "
+        "was",
+        directory=snapshot.directory,
+        step=snapshot.step,
+        worker=reader,
+    )
+
+
+def corrupt(snapshot: Snapshot, path: str, reader: str, problem: str) -> SnapshotCorrupt:
+    """Returns the error for a file that differs from what was written."""
+    present = reversed(list_snapshots(snapshot.directory))
+    steps = tuple(each.step for each in present if each.name != snapshot.name)
+    instead = (
+        f"restore another with step=...: there are {', '.join(map(str, steps))}"
+        if steps
+        else "there is no other snapshot"
+    )
+    seen = f", as worker {reader!r} sees it" if reader else ""
+    return SnapshotCorrupt(
+        f"the snapshot of step {snapshot.step} is damaged: {path}{seen}: {problem}. Nothing was "
+        f"restored; {instead}",
+        directory=snapshot.directory,
+        step=snapshot.step,
+        worker=reader,
+        file=path,
+        alternatives=steps,
+    )
+
+
+def mismatch(what: str, directory: str, step: int | None, problems: Differences) -> StateMismatch:
+    """Returns the error for a snapshot of another state; ``what`` names it."""
+    said = [
+        f"{what} {_listed(entries)}"
+        for what, entries in [
+            ("the snapshot lacks", problems.missing),
+            ("only the snapshot has", problems.unexpected),
+            ("they differ:", problems.differing),
+        ]
+        if entries
+    ]
+    return StateMismatch(
+        f"{what} is of another state: {'; '.join(said)}. Nothing was "
+        "restored; make the state as it was made when it was saved"
+        + ("" if problems.differing else ", or pass strict=False"),
+        directory=directory,
+        step=step,
+        missing=tuple(problems.missing),
+        unexpected=tuple(problems.unexpected),
+        differing=tuple(problems.differing),
+    )
+
+
+def _listed(entries: list[str]) -> str:
+    more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
+    return ", ".join(entries[:_NAMED]) + more

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchweft import checkpoint, rpc
 from torchweft.arguments import check_type
-from torchweft.checkpoint import Snapshot, restoring
+from torchweft.checkpoint import Snapshot
 from torchweft.embedding.client import Client
 from torchweft.embedding.dynamic import Occupancy
 from torchweft.embedding.errors import CapacityError, PlanError, StepError
@@ -21,7 +21,7 @@ from torchweft.embedding.optimizer import TablesOptimizer
 from torchweft.embedding.planner import Plan
 from torchweft.embedding.rules import Rule
 from torchweft.errors import BrokenChain, ConfigurationError, StateMismatch, WeftError
-from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
+from torchweft.rpc import get_worker_info
 
 
 class Collection(NamedTuple):
@@ -104,7 +104,7 @@ def _base(
         SnapshotNotFound: There is none of that step.
         StateMismatch: It is of other tables, or of another optimizer.
     """
-    found = since if isinstance(since, Snapshot) else restoring.find(directory, since)
+    found = since if isinstance(since, Snapshot) else checkpoint.find(directory, since)
     if found.directory != os.path.abspath(directory):
         raise ConfigurationError(
             f"the snapshot {found.path} is not in {os.path.abspath(directory)}; an increment is "
@@ -123,7 +123,7 @@ def restore(
 ) -> Snapshot:
     """Restores tables and further state; see ``Tables.restore``."""
     _, rule = _standing(tables.client, may_wait=False)
-    chain = _chain(_link(restoring.find(directory, step)))
+    chain = _chain(_link(checkpoint.find(directory, step)))
     for link in chain:
         _check(link, tables.plan, rule)
     rows, layout = [], dict[str, Any]()
@@ -134,13 +134,7 @@ def restore(
         if link is not chain[-1]:
             _read(link.snapshot, {"rows": parts})
     # Nothing of the program has changed before all rows have been read.
-    restoring.restore_snapshot(
-        link.snapshot,
-        _tree(tables, layout, parts, state),
-        strict=True,
-        random_states=True,
-        timeout=UNSET_RPC_TIMEOUT,
-    )
+    checkpoint.restore(link.snapshot, _tree(tables, layout, parts, state))
     tables.client.call_all("adopt", rows, link.layout["mark"], tables.client.timeout_s)
     if tables.optimizer is not None and layout["lr"] is not None:
         tables.optimizer.param_groups[0]["lr"] = layout["lr"]
@@ -149,9 +143,7 @@ def restore(
 
 def _read(snapshot: Snapshot, state: dict[str, Any]) -> None:
     """Restores some of the entries of a snapshot."""
-    restoring.restore_snapshot(
-        snapshot, state, strict=False, random_states=False, timeout=UNSET_RPC_TIMEOUT
-    )
+    checkpoint.restore(snapshot, state, strict=False, random_states=False)
 
 
 def _link(snapshot: Snapshot) -> Link:

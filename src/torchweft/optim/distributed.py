@@ -89,9 +89,10 @@ def run_on_owners(
                 waits[owner] = rpc_async(to, function, args, timeout=timeout).wait
         except Exception as error:
             failures.append(Failure(owner, error))
-    for owner, wait in waits.items():
+    for owner in list(waits):
         try:
-            results[owner] = wait()
+            # An error refers to this frame: it must not keep the answers of other owners alive.
+            results[owner] = waits.pop(owner)()
         except Exception as error:
             failures.append(Failure(owner, error))
     return results, sorted(failures, key=lambda failure: failure.owner)

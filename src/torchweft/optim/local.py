@@ -359,6 +359,15 @@ class LocalOptimizer:
         """Returns the parameters by their numbers."""
         return {number: parameter for parameter, number in self._numbers.items()}
 
+    def groups(self) -> dict[int, int]:
+        """Returns the number of the group of each parameter, by the number of the parameter."""
+        groups = zip(self._group_numbers, self._optimizer.param_groups, strict=True)
+        return {
+            self._numbers[parameter]: number
+            for number, group in groups
+            for parameter in group["params"]
+        }
+
     def change(self, changes: Mapping[int, Options]) -> None:
         """Applies changed hyper-parameters, by the number of their group."""
         with self._guard.lock, self._guard.order:

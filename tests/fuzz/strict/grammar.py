@@ -84,7 +84,7 @@ _FORBIDDEN = [
     *(f"{_PROGRAM}:identity.__globals__.get", f"{_PROGRAM}:Counter.__init__"),
     *("torchweft.engine.codec.objects:unpack", "torchweft.engine.codec.functions:resolve"),
     *("torchweft.engine.codec.registry:register", "torchweft.rpc.serving:method_of"),
-    *("torchweft.checkpoint.owner:discard", "torchweft.checkpoint.owner:write"),
+    *("torchweft.checkpoint.owners:discard", "torchweft.checkpoint.owners:write"),
     *("torchweft.rpc.joining:shutdown", "torchweft.compat.rpc.internal:run_pickled"),
     *("builtins:ValueError", "builtins:ImportError", "torchweft.errors:NotAllowed", ":", "", "a:b"),
 ]

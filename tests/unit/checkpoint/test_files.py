@@ -1,52 +1,225 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import itertools
+import json
 import os
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from tests.tables import cases
 from torchweft.checkpoint import files
-from torchweft.checkpoint.files import HashingFile, Written
+from torchweft.checkpoint.files import HEAD, Written
+
+Content = dict[str, dict[str, Any]]
+
+
+def item(state: Any, kind: str = "value") -> dict[str, Any]:
+    return {"kind": kind, "state": state}
+
+
+def written(path: Path, state: Any) -> Any:
+    """Returns a value that went through a file."""
+    files.write_part(str(path), {"x": item(state)})
+    return files.read_part(str(path), ["x"])["x"]["state"]
 
 
 def test_a_part_comes_back_and_is_known_by_its_hash(tmp_path: Path) -> None:
     path = tmp_path / "part"
-    written = files.write_part(str(path), {"a": torch.arange(1000.0), "b": (1, None)})
+    content = {"a": item(torch.arange(1000.0), "tensor"), "b": item((1, None)), "c": item(3)}
+    identity = files.write_part(str(path), content)
     data = path.read_bytes()
-    assert written == (len(data), hashlib.sha256(data).hexdigest())
-    assert files.difference(str(path), written) == ""
-    part = files.read_part(str(path))
-    assert torch.equal(part["a"], torch.arange(1000.0))
-    assert part["b"] == (1, None)
+    assert identity == (len(data), hashlib.sha256(data).hexdigest())
+    assert files.difference(str(path), identity) == ""
+    part = files.read_part(str(path), ["a", "b"])
+    assert list(part) == ["a", "b"]
+    assert torch.equal(part["a"]["state"], torch.arange(1000.0))
+    assert part["b"] == {"kind": "value", "state": (1, None)}
     assert [each.name for each in tmp_path.iterdir()] == ["part"]
+
+
+def test_any_tool_reads_the_tensors_by_name_and_a_person_the_rest(tmp_path: Path) -> None:
+    path = str(tmp_path / "part")
+    content: Content = {
+        "model/0": item({"state": {"0.weight": torch.ones(2)}, "metadata": {"": {}}}, "module"),
+        "optimizer/state/model/0:0.weight": item(
+            {"state": {"exp_avg": torch.zeros(2)}, "shared": {}, "shape": [2], "group": 0},
+            "parameter's state",
+        ),
+        "history": item({"losses": [torch.ones(()), 2.5], "name": "first"}),
+        "/random/ps": item({"torch": torch.zeros(3, dtype=torch.uint8)}, "random state"),
+    }
+    files.write_part(path, content)
+    assert load_file(path).keys() == {
+        "model/0:0.weight",
+        "optimizer/state/model/0:0.weight/exp_avg",
+        "history/losses/0",
+        "random/ps/torch",
+    }
+    with safe_open(path, framework="pt") as file:
+        head = json.loads(file.metadata()[HEAD])
+    assert head["history"]["state"] == {
+        "losses": [{"$tensor": "history/losses/0"}, 2.5],
+        "name": "first",
+    }
+
+
+VALUES = [
+    None,
+    True,
+    2**80,
+    -(2**3000),
+    1.5,
+    -0.0,
+    float("inf"),
+    2j,
+    complex(float("-inf"), 1),
+    "text \ud800",
+    b"bytes",
+    b"",
+    [1, (2, {3})],
+    {"a": {1: "b", (1, 2): None}},
+    {"$tensor": 3, "$": []},
+    OrderedDict(a=1),
+    Counter("aab"),
+    torch.float32,
+    torch.device("cuda:1"),
+    torch.Size([1, 2]),
+]
+
+
+@cases("value", VALUES)
+def test_plain_values_come_back_as_they_were(value: Any, tmp_path: Path) -> None:
+    found = written(tmp_path / "part", value)
+    assert found == value
+    assert type(found) is type(value)
+    assert repr(found) == repr(value)
+
+
+def test_a_number_that_is_none_comes_back(tmp_path: Path) -> None:
+    assert str(written(tmp_path / "part", [float("nan")])) == "[nan]"
+
+
+@cases(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3).T,
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.empty(0, 3),
+        torch.tensor(3),
+        torch.eye(3).to_sparse(),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.float8_e5m2),
+        torch.ones((2, 3), dtype=torch.complex128),
+        torch.empty(0, 3, dtype=torch.complex64),
+        torch.tensor(2j),
+        torch.tensor([7], dtype=torch.uint16),
+        torch.arange(3).expand(2, 3)[:1, 2:],
+        torch.ones(1).expand(0, 1),
+    ],
+)
+def test_tensors_of_any_form_come_back(tensor: torch.Tensor, tmp_path: Path) -> None:
+    found = written(tmp_path / "part", tensor)
+    assert found.dtype is tensor.dtype
+    assert found.layout is tensor.layout
+    assert torch.equal(found.to_dense().reshape(-1), tensor.to_dense().reshape(-1))
+    if tensor.layout is torch.strided and tensor.numel() > 1:
+        assert found.stride() == tensor.stride()
+
+
+def test_a_tensor_that_is_there_twice_is_written_once(tmp_path: Path) -> None:
+    path, tied = tmp_path / "part", torch.ones(1000)
+    found = written(path, {"a": tied, "b": [tied]})
+    assert torch.equal(found["b"][0], tied)
+    assert path.stat().st_size < 8000
+
+
+def test_names_that_are_taken_get_a_number(tmp_path: Path) -> None:
+    path = str(tmp_path / "part")
+    content = {
+        "a/b": item(torch.ones(1)),
+        "a": item({"b": torch.zeros(2)}),
+        "__metadata__": item(torch.zeros(3)),
+    }
+    files.write_part(path, content)
+    assert load_file(path).keys() == {"a/b", "a/b#2", "__metadata__#2"}
+    found = files.read_part(path, content)
+    assert [len(found["a/b"]["state"]), len(found["a"]["state"]["b"])] == [1, 2]
+
+
+def test_what_is_read_does_not_need_the_file_any_more(tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    found = written(path, torch.ones(1000))
+    with path.open("r+b") as file:
+        file.write(b"\0" * path.stat().st_size)
+    assert torch.equal(found, torch.ones(1000))
+
+
+@cases(
+    "state",
+    [
+        {"$class": []},
+        {"$tensor": "none"},
+        {"$dtype": "nn"},
+        {"$device": "nowhere"},
+        {"$tensor": "t", "dtype": "load"},
+        {"$tensor": "t", "stride": [-1]},
+        {"$sparse": [{"$tensor": "i"}, {"$tensor": "t"}, [2]]},
+        {"$bytes": 3},
+    ],
+)
+def test_heads_that_were_not_written_here_are_refused(state: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "part")
+    tensors = {"t": torch.ones(2), "i": torch.tensor([[0, 99]])}
+    save_file(tensors, path, {HEAD: json.dumps({"x": item(state)})})
+    with pytest.raises(ValueError, match="no part of a snapshot"):
+        files.read_part(path, ["x"])
+
+
+def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    for data in (b"", b"nothing", b"\xff" * 100):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="no part of a snapshot"):
+            files.read_part(str(path), [])
+    save_file({}, path)
+    with pytest.raises(ValueError, match="no part of a snapshot"):
+        files.read_part(str(path), [])
+    with pytest.raises(FileNotFoundError):
+        files.read_part(str(tmp_path / "none"), [])
+
+
+def test_too_many_plain_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_HEAD_LIMIT_BYTES", 1000)
+    with pytest.raises(ValueError, match="save long histories as tensors"):
+        written(tmp_path / "part", list(range(1000)))
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_differs_is_said(tmp_path: Path) -> None:
     path = tmp_path / "part"
     path.write_bytes(b"abc")
-    written = Written(3, hashlib.sha256(b"abc").hexdigest())
-    assert files.difference(str(path), written) == ""
+    expected = Written(3, hashlib.sha256(b"abc").hexdigest())
+    assert files.difference(str(path), expected) == ""
     path.write_bytes(b"abd")
-    assert "SHA-256" in files.difference(str(path), written)
+    assert "SHA-256" in files.difference(str(path), expected)
     path.write_bytes(b"abcd")
-    assert files.difference(str(path), written) == "it has 4 bytes, 3 were written"
+    assert files.difference(str(path), expected) == "it has 4 bytes, 3 were written"
     with pytest.raises(FileNotFoundError):
-        files.difference(str(tmp_path / "none"), written)
+        files.difference(str(tmp_path / "none"), expected)
 
 
 def test_links_are_not_followed_and_pipes_not_waited_for(tmp_path: Path) -> None:
     target, path, pipe = tmp_path / "precious", tmp_path / "part", tmp_path / "pipe"
     target.write_text("precious")
     path.symlink_to(target)
-    Path(str(path) + files.UNFINISHED).symlink_to(target)
-    files.write_part(str(path), {"a": 1})
+    assert written(path, 1) == 1
     assert target.read_text() == "precious"
-    assert files.read_part(str(path)) == {"a": 1}
     os.mkfifo(pipe)
     with pytest.raises(OSError, match="Is no plain file"):
         files.difference(str(pipe), Written(3, ""))
@@ -59,96 +232,46 @@ def test_a_file_has_its_name_only_when_the_disk_has_all_of_it(
     order: list[str] = []
     real_flush, real_rename = files.flush, files.rename
 
-    def flush(file: Any) -> None:
-        real_flush(file)
-        assert os.listdir(tmp_path) == ["part.tmp"]
-        order.append(Path(path + files.UNFINISHED).read_text())
+    def flush(name: str) -> None:
+        real_flush(name)
+        order.append(name if os.path.isdir(name) else Path(name).read_text())
 
     def rename(unfinished: str, final: str) -> None:
+        assert os.listdir(tmp_path) == [os.path.basename(unfinished)]
         order.append("rename")
         real_rename(unfinished, final)
 
     monkeypatch.setattr(files, "flush", flush)
     monkeypatch.setattr(files, "rename", rename)
-    monkeypatch.setattr(files, "flush_directory", order.append)
-    files.write_whole(path, lambda file: file.write(b"content"))
+    files.write_bytes(path, b"content")
     assert order == ["content", "rename", str(tmp_path)]
 
 
-def test_a_write_that_fails_leaves_the_former_file_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_the_former_file_and_nothing_else(
+    tmp_path: Path, error: BaseException
+) -> None:
     path = tmp_path / "part"
     path.write_bytes(b"former")
 
-    def write(file: HashingFile) -> None:
-        file.write(b"some")
-        raise OSError("no space left")
+    def write(unfinished: str) -> None:
+        Path(unfinished).write_bytes(b"some")
+        raise error
 
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(type(error)):
         files.write_whole(str(path), write)
     assert path.read_bytes() == b"former"
     assert os.listdir(tmp_path) == ["part"]
 
 
-class FullFile:
-    """Accepts ten bytes."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    def write(self, data: bytes) -> None:
-        if len(self.data) + len(data) > 10:
-            raise OSError(28, "No space left on device")
-        self.data += data
-
-
-def test_a_full_disk_is_told_when_all_has_been_given_to_it() -> None:
-    full = FullFile()
-    file = HashingFile(full)  # type: ignore[arg-type]
-    assert [file.write(b"12345") for _ in range(4)] == [5, 5, 5, 5]
-    assert full.data == b"1234512345"
-    with pytest.raises(OSError, match="No space left") as caught:
-        file.check()
-    frames = [entry.name for entry in caught.traceback]
-    assert frames[-1] == "check"
-    torch.save({"a": torch.ones(100)}, HashingFile(FullFile()))  # type: ignore[arg-type]
-
-
-def test_an_interrupt_is_no_error_of_the_serializer(tmp_path: Path) -> None:
-    class Interrupted(io.BytesIO):
-        writes = 0
-
-        def write(self, data: Any) -> int:
-            self.writes += 1
-            if self.writes == 2:
-                raise KeyboardInterrupt
-            return super().write(data)
-
-    def write(file: HashingFile) -> None:
-        interrupted = HashingFile(Interrupted())
-        torch.save({"a": torch.ones(100)}, interrupted)  # type: ignore[arg-type]
-        interrupted.check()
-
-    with pytest.raises(KeyboardInterrupt):
-        files.write_whole(str(tmp_path / "part"), write)
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("interrupted", [1, 2, 5, 9])
-def test_an_interrupt_as_a_write_is_entered_is_raised_as_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: int
-) -> None:
-    real, writes = HashingFile.write, itertools.count(1)
-
-    def write(self: HashingFile, data: Any) -> int:
-        if next(writes) == interrupted:
-            raise KeyboardInterrupt  # before the file can note it
-        return real(self, data)
-
-    monkeypatch.setattr(HashingFile, "write", write)
-    with pytest.raises(KeyboardInterrupt):
-        files.write_part(str(tmp_path / "part"), {"a": torch.ones(100)})
-    assert next(writes) > interrupted
-    assert os.listdir(tmp_path) == []
+def test_a_file_may_be_read_by_whom_the_mask_of_the_process_lets(tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    before = os.umask(0o027)
+    try:
+        written(path, torch.ones(1))
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_file_that_is_not_there_is_removed() -> None:

@@ -7,64 +7,64 @@ from torchweft.checkpoint.gate import _Gate
 
 def test_steps_go_through_side_by_side() -> None:
     gate = _Gate()
-    assert gate.enter("a", 1).done()
-    assert gate.enter("b", 2).done()
+    assert gate.begin((1, "a"), False).done()
+    assert gate.begin((2, "b"), False).done()
     assert gate.inside() == {1, 2}
 
 
 def test_it_is_closed_when_the_last_step_has_ended_and_lets_nobody_through() -> None:
     gate = _Gate()
-    gate.enter("a", 1)
-    gate.enter("b", 2)
-    closing = gate.close("c", 0)
-    late = gate.enter("d", 1)
-    gate.end("a", 1)
+    gate.begin((1, "a"), False)
+    gate.begin((2, "b"), False)
+    closing = gate.begin((0, "c"), True)
+    late = gate.begin((1, "d"), False)
+    gate.end((1, "a"))
     assert not closing.done()
-    gate.end("b", 2)
+    gate.end((2, "b"))
     assert closing.done()
     assert not late.done()
-    gate.end("c", 0)
+    gate.end((0, "c"))
     assert late.done()
     assert gate.inside() == {1}
 
 
 def test_two_may_close_it_at_the_same_time() -> None:
     gate = _Gate()
-    assert gate.close("a", 0).done()
-    assert gate.close("b", 1).done()
-    waiting = gate.enter("c", 2)
-    gate.end("a", 0)
+    assert gate.begin((0, "a"), True).done()
+    assert gate.begin((1, "b"), True).done()
+    waiting = gate.begin((2, "c"), False)
+    gate.end((0, "a"))
     assert not waiting.done()
-    gate.end("b", 1)
+    gate.end((1, "b"))
     assert waiting.done()
 
 
 def test_who_gives_up_waiting_leaves_nothing_behind() -> None:
     gate = _Gate()
-    gate.enter("a", 1)
-    closing = gate.close("b", 0)
-    waiting = gate.enter("c", 2)
-    gate.end("b", 0)
+    gate.begin((1, "a"), False)
+    closing = gate.begin((0, "b"), True)
+    waiting = gate.begin((2, "c"), False)
+    gate.end((0, "b"))
     assert waiting.done()
-    gate.end("a", 1)
-    gate.end("c", 2)
+    gate.end((1, "a"))
+    gate.end((2, "c"))
     assert not closing.done()
-    gate.close("d", 0)
-    given_up = gate.enter("e", 1)
-    gate.end("e", 1)
-    gate.end("d", 0)
+    gate.begin((0, "d"), True)
+    given_up = gate.begin((1, "e"), False)
+    gate.end((1, "e"))
+    gate.end((0, "d"))
     assert not given_up.done()
     assert gate.inside() == set()
 
 
 def test_a_lost_worker_has_ended_all_it_had_begun() -> None:
     gate = _Gate()
-    gate.enter("a", 1)
-    closing = gate.close("b", 0)
-    gate.enter("c", 1)
+    gate.begin((1, "a"), False)
+    closing = gate.begin((0, "b"), True)
+    gate.begin((1, "c"), False)
     gate.lost(1)
     assert closing.done()
-    waiting = gate.enter("d", 2)
+    waiting = gate.begin((2, "d"), False)
     gate.lost(0)
     assert waiting.done()
     assert gate.inside() == {2}
@@ -72,13 +72,13 @@ def test_a_lost_worker_has_ended_all_it_had_begun() -> None:
 
 def test_a_worker_ends_only_what_it_has_begun() -> None:
     gate = _Gate()
-    gate.enter("a", 1)
-    closing = gate.close("b", 0)
-    gate.end("a", 2)
-    gate.end("b", 2)
-    gate.close("a", 2)
-    gate.end("a", 2)
+    gate.begin((1, "a"), False)
+    closing = gate.begin((0, "b"), True)
+    gate.end((2, "a"))
+    gate.end((2, "b"))
+    gate.begin((2, "a"), True)
+    gate.end((2, "a"))
     assert gate.inside() == {1}
     assert not closing.done()
-    gate.end("a", 1)
+    gate.end((1, "a"))
     assert closing.done()

@@ -28,7 +28,7 @@ class Disk:
     def list_snapshots(self, directory: str) -> list[Snapshot]:
         return [Snapshot(directory, f"at{step}", step) for step in self.steps]
 
-    def restore_snapshot(self, snapshot: Snapshot, state: Any, **how: Any) -> None:
+    def restore(self, snapshot: Snapshot, state: Any, **how: Any) -> None:
         if snapshot.step in self.damaged:
             raise SnapshotCorrupt(f"{snapshot.step} is damaged")
         self.restored.append(snapshot.step)
@@ -50,7 +50,7 @@ class Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk()
     monkeypatch.setattr(loop.snapshots, "list_snapshots", made.list_snapshots)
-    monkeypatch.setattr(loop, "restore_snapshot", made.restore_snapshot)
+    monkeypatch.setattr(loop, "restore", made.restore)
     monkeypatch.setattr(loop, "save_async", made.save_async)
     return made
 

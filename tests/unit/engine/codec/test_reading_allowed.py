@@ -188,7 +188,7 @@ def test_the_advice_never_says_to_add_what_voids_the_list(allowed: AllowList) ->
             allowed.resolve(text)
         assert "add '" not in str(caught.value)
     with pytest.raises(NotAllowed, match=r"add 'torchweft\.checkpoint' to"):
-        allowed.resolve(b"torchweft.checkpoint.owner:discard")
+        allowed.resolve(b"torchweft.checkpoint.owners:discard")
     with pytest.raises(NotAllowed, match="add 'posix' to"):
         allowed.resolve(b"posix:system")
 
