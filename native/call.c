@@ -9,16 +9,7 @@
 
 #include <sys/uio.h>
 
-enum { FRAME_HEADER_BYTES = 16, REPLY = 4 };
 static const size_t PAYLOAD_LIMIT_BYTES = (size_t)31 << 26;
-
-typedef struct {
-    double remaining_s;
-    long long creation;
-    uint64_t context_id, message_id;
-    uint32_t name_bytes, span_bytes, reference_count, payload_bytes;
-} call_head;
-_Static_assert(sizeof(call_head) == 48, "a compiler has put gaps into the head of a CALL");
 
 /* ---------------------------------------------------------------------------------- Encoding */
 
@@ -57,7 +48,7 @@ PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t c
     PyObject *payload = values_encode(module, arguments + 4, 4), *made = NULL;
     if (payload == NULL || payload == Py_False)
         return payload;
-    const char header[FRAME_HEADER_BYTES] = {0}; /* It is filled in with the number of the call. */
+    const char header[HEADER_BYTES] = {0}; /* It is filled in with the number of the call. */
     const struct iovec parts[] = {
         {(void *)header, sizeof header}, {&head, sizeof head},
         part_of(arguments[2]), part_of(arguments[3]), part_of(payload),
@@ -79,17 +70,11 @@ PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t c
     return Py_BuildValue("NO", made, requires_grad ? Py_True : Py_False);
 }
 
-/* encode_result(number, context_id, result, receiver, most_tensors, home_of) -> the frame of a
- * REPLY; False for a result that needs a pickle; None for others that are not encoded here. */
-PyObject *call_encode_result(PyObject *module, PyObject *arguments)
+PyObject *call_reply(PyObject *module, uint64_t number, uint64_t context_id, PyObject *result,
+                     PyObject *const rest[3])
 {
-    unsigned long long number, context_id;
-    PyObject *result, *receiver, *home_of, *frame = NULL;
-    Py_ssize_t most;
-    if (!PyArg_ParseTuple(arguments, "KKOOnO", &number, &context_id, &result, &receiver, &most,
-                          &home_of))
-        return NULL;
-    PyObject *tensors = PyList_New(0), *const values[] = {result, tensors, receiver, home_of};
+    PyObject *frame = NULL, *tensors = PyList_New(0), *const values[] = {result, tensors, rest[0], rest[2]};
+    Py_ssize_t most = PyLong_AsSsize_t(rest[1]);
     PyObject *payload = tensors == NULL ? NULL : values_encode(module, values, 4);
     bool requires_grad = false;
     if (payload == Py_False)
@@ -104,7 +89,7 @@ PyObject *call_encode_result(PyObject *module, PyObject *arguments)
         const struct iovec parts[] = {{heads, sizeof heads}, value};
         frame = frame_of(parts, 2, tensors, &requires_grad);
         if (frame != NULL && frame != Py_None) {
-            uint32_t control_bytes = (uint32_t)(PyByteArray_GET_SIZE(frame) - FRAME_HEADER_BYTES);
+            uint32_t control_bytes = (uint32_t)(PyByteArray_GET_SIZE(frame) - HEADER_BYTES);
             memcpy(PyByteArray_AS_STRING(frame) + 4, &control_bytes, 4);
         }
     }
@@ -115,24 +100,44 @@ PyObject *call_encode_result(PyObject *module, PyObject *arguments)
     return frame == NULL && !PyErr_Occurred() ? Py_NewRef(Py_None) : frame;
 }
 
+/* encode_result(number, context_id, result, receiver, most_tensors, home_of): see `call_reply`. */
+PyObject *call_encode_result(PyObject *module, PyObject *arguments)
+{
+    unsigned long long number, context_id;
+    PyObject *result, *rest[3];
+    if (!PyArg_ParseTuple(arguments, "KKOOOO", &number, &context_id, &result, &rest[0], &rest[1],
+                          &rest[2]))
+        return NULL;
+    return call_reply(module, number, context_id, result, rest);
+}
+
 /* ---------------------------------------------------------------------------------- Decoding */
+
+/* Reads a head, and where its value begins and ends; returns whether it is well-formed and usual. */
+bool call_read_head(call_head *head, const void *data, Py_ssize_t size, Py_ssize_t *start, Py_ssize_t *end)
+{
+    if ((size_t)size < sizeof *head)
+        return false;
+    memcpy(head, data, sizeof *head);
+    *start = (Py_ssize_t)sizeof *head + head->name_bytes + head->span_bytes;
+    *end = *start + head->payload_bytes;
+    return head->reference_count == 0 && *end <= size && head->creation >= -1 &&
+           head->remaining_s == head->remaining_s && !(head->message_id >> 63) &&
+           (!(head->context_id >> 63) || head->context_id == UINT64_MAX);
+}
 
 /* decode_call(control) -> the head of a CALL, as messages.decode_call returns it. */
 PyObject *call_decode(PyObject *Py_UNUSED(module), PyObject *control)
 {
     Py_buffer data;
-    call_head head = {.reference_count = 1}; /* Too short, it is as unusual as one with references. */
+    call_head head;
     PyObject *made = NULL;
+    Py_ssize_t start, end;
     if (PyObject_GetBuffer(control, &data, PyBUF_SIMPLE))
         return NULL;
-    if ((size_t)data.len >= sizeof head)
-        memcpy(&head, data.buf, sizeof head);
-    Py_ssize_t name = head.name_bytes, span = head.span_bytes;
-    Py_ssize_t start = (Py_ssize_t)sizeof head + name + span, end = start + head.payload_bytes;
-    bool is_usual = head.reference_count == 0 && end <= data.len && head.creation >= -1 &&
-                    head.remaining_s == head.remaining_s && !(head.message_id >> 63) &&
-                    (!(head.context_id >> 63) || head.context_id == UINT64_MAX);
+    bool is_usual = call_read_head(&head, data.buf, data.len, &start, &end);
     if (is_usual) {
+        Py_ssize_t name = head.name_bytes, span = head.span_bytes;
         const char *at = (const char *)data.buf + sizeof head;
         made = Py_BuildValue("dLy#y#(KK()nn)", head.remaining_s, head.creation, at, name,
                              at + name, span,
@@ -143,28 +148,25 @@ PyObject *call_decode(PyObject *Py_UNUSED(module), PyObject *control)
     return is_usual ? made : PyObject_CallOneArg(library.decode_call, control);
 }
 
-/* decode_message(control, start, end, most_tensors, resolve, come_home) -> the value of the payload
- * from `start` to `end`, before its tensors; NotImplemented for all that the plain twin has to look at
- * or refuse. */
-PyObject *call_decode_message(PyObject *module, PyObject *arguments)
+PyObject *call_value(PyObject *module, PyObject *control, Py_ssize_t start, Py_ssize_t end,
+                     PyObject *const rest[3])
 {
-    PyObject *control, *resolve, *come_home, *found = NULL, *tensors = NULL, *value = NULL;
-    Py_ssize_t start, end, most;
-    if (!PyArg_ParseTuple(arguments, "OnnnOO", &control, &start, &end, &most, &resolve, &come_home))
-        return NULL;
+    PyObject *found = NULL, *tensors = NULL, *value = NULL;
     if (end < PyObject_Size(control)) {
-        PyObject *const place[] = {control, PyTuple_GET_ITEM(arguments, 2)};
-        if ((found = tensors_decode(module, place, 2)) == NULL)
+        PyObject *place = PyLong_FromSsize_t(end), *const at[] = {control, place};
+        found = place == NULL ? NULL : tensors_decode(module, at, 2);
+        Py_XDECREF(place);
+        if (found == NULL)
             return NULL;
         if (found != Py_None && !PyBytes_GET_SIZE(PyTuple_GET_ITEM(found, 1)))
             tensors = PyTuple_GET_ITEM(found, 0);
-        if (tensors == NULL || PyList_GET_SIZE(tensors) > most) {
+        if (tensors == NULL || PyList_GET_SIZE(tensors) > PyLong_AsSsize_t(rest[0])) {
             Py_DECREF(found);
             Py_RETURN_NOTIMPLEMENTED;
         }
     }
     PyObject *payload = PySequence_GetSlice(control, start, end);
-    PyObject *const parts[] = {payload, tensors, NULL, resolve, come_home};
+    PyObject *const parts[] = {payload, tensors, NULL, rest[1], rest[2]};
     if (payload != NULL && start == end) /* Most results are one tensor or None. */
         value = tensors == NULL ? Py_NewRef(Py_None) : PySequence_GetItem(tensors, 0);
     else if (payload != NULL)
@@ -172,4 +174,43 @@ PyObject *call_decode_message(PyObject *module, PyObject *arguments)
     Py_XDECREF(payload);
     Py_XDECREF(found);
     return value;
+}
+
+PyObject *call_answer(PyObject *frame, PyObject *const rest[3])
+{
+    struct {
+        uint64_t context_id, message_id;
+        uint32_t reference_count, payload_bytes;
+    } head;
+    _Static_assert(sizeof head == 24, "a compiler has put gaps into the head of a REPLY");
+    PyObject *control = PyTuple_GET_ITEM(frame, 3);
+    Py_ssize_t size = PyBytes_CheckExact(control) ? PyBytes_GET_SIZE(control) : 0, start = sizeof head;
+    if (size < start || PyLong_AsLong(PyTuple_GET_ITEM(frame, 1)) != 0)
+        Py_RETURN_NOTIMPLEMENTED;
+    memcpy(&head, PyBytes_AS_STRING(control), sizeof head);
+    if (head.reference_count || head.message_id || head.context_id + 1 > 1 ||
+        head.payload_bytes > size - start)
+        Py_RETURN_NOTIMPLEMENTED;
+    return call_value(NULL, control, start, start + head.payload_bytes, rest);
+}
+
+/* decode_answer(frame, (most_tensors, resolve, come_home)): see `call_answer`. */
+PyObject *call_decode_answer(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *frame, *rest;
+    if (!PyArg_ParseTuple(arguments, "O!O!", library.frame_type, &frame, &PyTuple_Type, &rest))
+        return NULL;
+    if (PyTuple_GET_SIZE(rest) != 3)
+        return PyErr_Format(PyExc_TypeError, "decode_answer takes three parts");
+    return call_answer(frame, &PyTuple_GET_ITEM(rest, 0));
+}
+
+/* decode_message(control, start, end, most_tensors, resolve, come_home): see `call_value`. */
+PyObject *call_decode_message(PyObject *module, PyObject *arguments)
+{
+    PyObject *control, *rest[3];
+    Py_ssize_t start, end;
+    if (!PyArg_ParseTuple(arguments, "OnnOOO", &control, &start, &end, &rest[0], &rest[1], &rest[2]))
+        return NULL;
+    return call_value(module, control, start, end, rest);
 }

@@ -73,12 +73,10 @@ static void end(lease *self, bool leaves_unarmed)
     PyErr_Restore(type, value, traceback);
 }
 
-/* Lease.take(link): returns a lease, or None if another thread reads the link. */
-static PyObject *lease_take(PyObject *type, PyObject *link)
+/* Returns a lease, NULL with an exception, or NULL without one if another thread reads the link. */
+static lease *new_lease(PyTypeObject *type, PyObject *link)
 {
-    if (!PyObject_TypeCheck(link, &link_type))
-        return PyErr_Format(PyExc_TypeError, "a lease is one of a link");
-    lease *self = (lease *)((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
+    lease *self = (lease *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
     self->thread = PyThread_get_thread_ident();
@@ -89,12 +87,18 @@ static PyObject *lease_take(PyObject *type, PyObject *link)
     self->next = all_leases;
     all_leases = self;
     self->link = (connection *)Py_NewRef(link);
-    if (!status && take(self))
-        return (PyObject *)self;
-    Py_DECREF(self);
-    if (status)
-        return NULL;
-    Py_RETURN_NONE;
+    if (status || !take(self))
+        Py_CLEAR(self);
+    return self;
+}
+
+/* Lease.take(link): returns a lease, or None if another thread reads the link. */
+static PyObject *lease_take(PyObject *type, PyObject *link)
+{
+    if (!PyObject_TypeCheck(link, &link_type))
+        return PyErr_Format(PyExc_TypeError, "a lease is one of a link");
+    PyObject *self = (PyObject *)new_lease((PyTypeObject *)type, link);
+    return self == NULL && !PyErr_Occurred() ? Py_NewRef(Py_None) : self;
 }
 
 int lease_deliver(lease *self, PyObject *frame)
@@ -121,7 +125,7 @@ int lease_deliver(lease *self, PyObject *frame)
 /* Cuts the frames of one link, and has the others read by the reactor; returns 0, or -1. */
 static int take_frames(connection *from)
 {
-    Py_ssize_t left = link_take_frames(from);
+    Py_ssize_t left = link_take_frames(from, NULL);
     from->must_read |= from->is_large;
     return left > 0 ? link_hand_over(from) : (int)left;
 }
@@ -199,6 +203,56 @@ static PyObject *lease_wait(lease *self, PyObject *arguments)
     return outcome < ENDED ? NULL : PyLong_FromLong(outcome);
 }
 
+/* Lease.ask(link, number, call, message, calls, rest): sends the message of a call, which stands in a
+ * dict of calls, and looks for the answer for a moment. No signal handler runs meanwhile.
+ *
+ * Returns False if another thread reads the link, and nothing was sent; a lease if no answer has come.
+ * Otherwise the call is no more in the dict. Then the result is a tuple of the value, or None if the
+ * plain twin is to decode `call.frame`. `rest` is that of `call_value`, or empty for no value. */
+static PyObject *lease_ask(PyObject *type, PyObject *arguments)
+{
+    PyObject *link, *number, *call, *message, *calls, *rest, *frame, *value, *done;
+    if (!PyArg_ParseTuple(arguments, "O!O!OOO!O!", &link_type, &link, &PyLong_Type, &number, &call,
+                          &message, &PyDict_Type, &calls, &PyTuple_Type, &rest))
+        return NULL;
+    uint64_t id = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred())
+        return NULL;
+    lease *self = new_lease((PyTypeObject *)type, link);
+    if (self == NULL)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
+    done = link_write(self->link, message);
+    int outcome = -2;
+    if (done != NULL) {
+        self->kinds = 1 << REPLY;
+        self->number = id;
+        self->into = Py_NewRef(call);
+        self->then = Py_NewRef(Py_None);
+        outcome = wait_for_frames(self, &self->link->spins[FOR_ANSWERS], 0, -1);
+        Py_CLEAR(self->into);
+        Py_CLEAR(self->then);
+        Py_DECREF(done);
+    }
+    if (outcome == NOTHING || outcome == ENDED)
+        return (PyObject *)self;
+    Py_DECREF(self);
+    if (outcome != TAKEN)
+        return NULL;
+    if (PyDict_DelItem(calls, number)) /* Another thread has just ended it. */
+        PyErr_Clear();
+    if (PyTuple_GET_SIZE(rest) != 3)
+        Py_RETURN_NONE;
+    frame = PyObject_GetAttrString(call, "frame");
+    value = frame == NULL || !PyTuple_Check(frame) || PyTuple_GET_SIZE(frame) != 5
+        ? NULL : call_answer(frame, &PyTuple_GET_ITEM(rest, 0));
+    Py_XDECREF(frame);
+    if (value == NULL)
+        PyErr_Clear(); /* The plain twin meets it again. */
+    done = value == NULL || value == Py_NotImplemented ? Py_NewRef(Py_None) : PyTuple_Pack(1, value);
+    Py_XDECREF(value);
+    return done;
+}
+
 /* settle(): the task that the lease owed is done. */
 static PyObject *lease_settle(lease *self, PyObject *Py_UNUSED(nothing))
 {
@@ -237,6 +291,7 @@ static void lease_dealloc(lease *self)
 
 static PyMethodDef methods[] = {
     {"take", lease_take, METH_O | METH_CLASS, NULL},
+    {"ask", lease_ask, METH_VARARGS | METH_CLASS, NULL},
     {"wait", (PyCFunction)lease_wait, METH_VARARGS, NULL},
     {"settle", (PyCFunction)lease_settle, METH_NOARGS, NULL},
     {"give_up", (PyCFunction)lease_give_up, METH_NOARGS, NULL},

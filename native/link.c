@@ -15,7 +15,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { HEADER_BYTES = 16, MOST_PIECES = 64, LONG_COPY_BYTES = 1 << 15 };
+enum { MOST_PIECES = 64, LONG_COPY_BYTES = 1 << 15 };
 /* A training step takes pauses that are longer than those between other calls: waits near messages
  * of backward passes may spin for longer. */
 enum { BACKWARD = 9, GRADIENTS = 10, NEAR_FRAMES = 16, NEAR_SPINS = 2 };
@@ -102,7 +102,7 @@ release:
  *
  * Returns False if the socket or the ring is full: then write again when there is room. OSError: the
  * connection has ended; a session keeps what is not written. */
-static PyObject *link_write(connection *self, PyObject *message)
+PyObject *link_write(connection *self, PyObject *message)
 {
     if (queue_message(self, message))
         return NULL;
@@ -280,13 +280,18 @@ bool link_look(connection *self, spinning *policy)
     return is_any;
 }
 
-Py_ssize_t link_take_frames(connection *self)
+Py_ssize_t link_take_frames(connection *self, PyObject **alone)
 {
     Py_ssize_t count = 0;
     int was_collecting = PyGC_Disable(); /* A finalizer could read the same link. */
     PyObject *frame;
     int status;
     while ((status = link_cut(self, &frame)) > 0) {
+        if (alone != NULL && count == 0 && self->data_begin == self->data_end &&
+            PyLong_AsLong(PyTuple_GET_ITEM(frame, 0)) == CALL) {
+            *alone = frame;
+            break;
+        }
         status = self->lease == NULL ? 0 : lease_deliver(self->lease, frame);
         if (status == 0) {
             PyObject *done = PyObject_CallOneArg(self->add_frame, frame);
@@ -303,6 +308,16 @@ Py_ssize_t link_take_frames(connection *self)
     return status < 0 ? -1 : count;
 }
 
+PyObject *link_outcome(connection *self, Py_ssize_t count)
+{
+    if (count > 0 || !self->has_ended)
+        return PyLong_FromSsize_t(count);
+    if (!self->read_error || self->is_broken || self->is_closed)
+        Py_RETURN_NONE;
+    errno = self->read_error;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
 /* read(spins): for a thread of the reactor: receives, and gives whole frames to `add_frame`.
  *
  * Returns how many; None if the stream has ended, or `is_large` says that the next frame is for the
@@ -311,16 +326,9 @@ static PyObject *link_read(connection *self, PyObject *spins)
 {
     self->must_read = false;
     self->has_bell |= spins != Py_True; /* An event has brought this thread. */
-    bool is_any = link_look(self, spins == Py_True ? &self->spins[FOR_REQUESTS] : NULL);
-    Py_ssize_t count = link_take_frames(self);
-    if (count < 0)
-        return NULL;
-    if (count > 0 || !is_any || !self->has_ended)
-        return PyLong_FromSsize_t(count);
-    if (!self->read_error || self->is_broken || self->is_closed)
-        Py_RETURN_NONE;
-    errno = self->read_error;
-    return PyErr_SetFromErrno(PyExc_OSError);
+    link_look(self, spins == Py_True ? &self->spins[FOR_REQUESTS] : NULL);
+    Py_ssize_t count = link_take_frames(self, NULL);
+    return count < 0 ? NULL : link_outcome(self, count);
 }
 
 /* fill(into, may_block): for the plain parser: reads a part of a large frame, as recv_into. That is
@@ -509,6 +517,7 @@ static PyMethodDef methods[] = {
     {"acknowledge", (PyCFunction)link_acknowledge, METH_O, NULL},
     {"resume", (PyCFunction)link_resume, METH_O, NULL},
     {"read", (PyCFunction)link_read, METH_O, NULL},
+    {"serve", (PyCFunction)link_serve, METH_VARARGS, NULL},
     {"claim", (PyCFunction)link_claim, METH_NOARGS, NULL},
     {"unclaim", (PyCFunction)link_unclaim, METH_NOARGS, NULL},
     {"watch", (PyCFunction)link_watch, METH_VARARGS, NULL},

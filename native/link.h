@@ -70,8 +70,13 @@ extern PyTypeObject link_type, lease_type;
 
 double monotonic_s(void);
 /* Cuts all whole frames. Each goes to the lease that waits for it, or to `add_frame`; returns how
- * many went there, or -1 with an exception. */
-Py_ssize_t link_take_frames(connection *self);
+ * many went there, or -1 with an exception. A call that comes alone goes to `alone`, if that is not
+ * NULL. */
+Py_ssize_t link_take_frames(connection *self, PyObject **alone);
+/* Returns what a reader gets: how many frames have come, or None or an exception, as `read` says. */
+PyObject *link_outcome(connection *self, Py_ssize_t count);
+PyObject *link_serve(connection *self, PyObject *arguments);
+PyObject *link_write(connection *self, PyObject *message);
 /* Gives a frame to a lease that waits for it; returns 1, 0 if it does not, -1 with an exception. */
 int lease_deliver(lease *self, PyObject *frame);
 /* Looks at a link, for a moment if `policy` finds that worthwhile, without the interpreter lock; only

@@ -36,6 +36,7 @@ static int find_parts(void)
         keep("torch", "strided", &library.strided_layout) ||
         keep("torchweft.engine.wire.frames", "Frame", &library.frame_type) ||
         keep("torchweft.engine.wire.messages", "decode_call", &library.decode_call) ||
+        keep("torchweft.engine.wire.messages", "split_names", &library.split_names) ||
         keep("torchweft.engine.threads.thread_modes", "has_modes", &library.has_modes) ||
         keep("collections", "OrderedDict", &library.ordered_dict))
         return -1;
@@ -54,6 +55,8 @@ static PyMethodDef methods[] = {
     {"encode_result", call_encode_result, METH_VARARGS, NULL},
     {"decode_call", call_decode, METH_O, NULL},
     {"decode_message", call_decode_message, METH_VARARGS, NULL},
+    {"decode_answer", call_decode_answer, METH_VARARGS, NULL},
+    {"serve_call", (PyCFunction)(void (*)(void))serve_call, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -14,11 +14,13 @@ typedef struct {
     const dlpack_api *dlpack;
     PyObject *tensor_type, *parameter_type, *strided_layout;
     PyObject *frame_type, *ordered_dict;
-    PyObject *decode_call; /* The plain twin. */
+    PyObject *decode_call, *split_names; /* Plain twins. */
     PyObject *has_modes;   /* Whether torch has modes or transforms, or traces. */
 } library_parts;
 
 extern library_parts library;
+
+enum { HEADER_BYTES = 16, CALL = 3, REPLY = 4 }; /* Of frames, and two kinds of them. */
 
 /* Returns whether a value, which may be NULL, is true, or -1; takes the reference. */
 static inline int is_true(PyObject *value)
@@ -40,9 +42,32 @@ PyObject *values_set_parts(PyObject *module, PyObject *arguments);
 PyObject *values_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *values_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 
+typedef struct {
+    double remaining_s;
+    long long creation;
+    uint64_t context_id, message_id;
+    uint32_t name_bytes, span_bytes, reference_count, payload_bytes;
+} call_head;
+_Static_assert(sizeof(call_head) == 48, "a compiler has put gaps into the head of a CALL");
+
+/* Reads a head, and where its value begins and ends; returns whether it is well-formed and usual. */
+bool call_read_head(call_head *head, const void *data, Py_ssize_t size, Py_ssize_t *start, Py_ssize_t *end);
+/* Returns the value of a payload from `start` to `end`, before its tensors; NotImplemented for all that
+ * the plain twin has to look at or refuse. The rest: most tensors, `resolve` and `come_home`. */
+PyObject *call_value(PyObject *module, PyObject *control, Py_ssize_t start, Py_ssize_t end,
+                     PyObject *const rest[3]);
+/* Returns the value in the frame of a REPLY; otherwise as `call_value`. */
+PyObject *call_answer(PyObject *frame, PyObject *const rest[3]);
+/* Returns the frame of a REPLY; False for a result that needs a pickle; None for others that are not
+ * encoded here. The rest: receiver, most tensors, `home_of`. */
+PyObject *call_reply(PyObject *module, uint64_t number, uint64_t context_id, PyObject *result,
+                     PyObject *const rest[3]);
 PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *call_encode_result(PyObject *module, PyObject *arguments);
 PyObject *call_decode(PyObject *module, PyObject *control);
 PyObject *call_decode_message(PyObject *module, PyObject *arguments);
+PyObject *call_decode_answer(PyObject *module, PyObject *arguments);
+
+PyObject *serve_call(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 
 #endif

@@ -148,19 +148,21 @@ def call_and_wait(
     call, span = _new_call(worker, peer, called, timeout)
     request = worker.encoder.request(peer, function, args, kwargs, call.timeout_s, span=span)
     try:
-        worker.agent.calls.ask_and_wait(peer, call, request)
+        answer = worker.agent.calls.ask_and_wait(peer, call, request, worker.decoder.natively())
     except BaseException as error:  # It could not be sent, or a signal handler has raised.
         if call.number and call.error is None:
             worker.agent.calls.cancel(call, CallCancelled("interrupted", worker=peer.name))
-            answer, call.frame = call.frame, None
-            if answer is not None:
-                worker.discard_reply(peer, answer)
+            frame, call.frame = call.frame, None
+            if frame is not None:
+                worker.discard_reply(peer, frame)
         # The callee may have a message that has a number.
         _take_back(call, request, error, keeps_graph=call.number != 0)
         raise
     finally:
         if event is not None:
             event.__exit__(None, None, None)
+    if answer is not None:
+        return answer[0]
     try:
         return worker.result_of(call)
     except BaseException:

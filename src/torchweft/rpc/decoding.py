@@ -107,8 +107,18 @@ class Decoder:
         self._unpack, self._resolve_value = reader.unpack, reader.resolve_value
         self._unpack_error = reader.unpack_error
         self._is_strict = reader.is_strict
-        self._take_home = self._come_home
+        self.take_home = self._come_home
+        """Returns the reference of this worker that has come home."""
         self._decode = None if native is None or reader.is_strict else native.decode_message
+        self._decodes: tuple[Any, ...] = ()
+        if self._decode is not None:
+            self._decodes = self._tensor_limit, reader.resolve_value, self.take_home
+
+    def natively(self) -> tuple[Any, ...]:
+        """Returns what the native twin takes to decode values here; empty if it may not."""
+        if _is_in_inference_mode() or has_dispatch_modes() or has_function_modes():
+            return ()
+        return self._decodes
 
     def result_of(self, call: PendingCall) -> Any:
         """Returns the result of a call that is done, or raises its error.
@@ -131,6 +141,14 @@ class Decoder:
         flags = frame.flags
         control: Any = frame.control
         is_own = type(control) is LocalMessage
+        if self._decodes and not (flags or is_own):
+            try:
+                value = native.decode_answer(frame, self._decodes)
+            except Exception:
+                value = NotImplemented  # The error comes again below.
+            if value is not NotImplemented:
+                call.frame = None
+                return value
         if flags & ERROR_REPLY:
             call.frame = None
             if is_own:
@@ -202,7 +220,7 @@ class Decoder:
             and (end + 1 >= len(control) or control[end + 1] in _USUAL_FLAGS)
         ):
             try:
-                limit, resolve, take_home = self._tensor_limit, self._resolve_value, self._take_home
+                limit, resolve, take_home = self._tensor_limit, self._resolve_value, self.take_home
                 value = self._decode(control, start, end, limit, resolve, take_home)
             except Exception as error:
                 refusal = refusal_of(error)
@@ -240,9 +258,7 @@ class Decoder:
         if payload[0] == PICKLE:
             return self._unpack(payload, tensors, externals)
         limit_bytes = unfolded_limit(len(control), tensors) if self._is_strict else None
-        return decode(
-            payload, tensors, externals, self._resolve_value, self._take_home, limit_bytes
-        )
+        return decode(payload, tensors, externals, self._resolve_value, self.take_home, limit_bytes)
 
     def _not_its_own(self, peer: Peer, message_id: int) -> ProtocolError:
         """Turns away a worker whose message has the number of another worker's message."""

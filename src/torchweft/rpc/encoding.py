@@ -30,7 +30,7 @@ from torchweft.engine.codec.tensors import (
     shared_ranges,
     too_many,
 )
-from torchweft.engine.codec.values import encode, no_home, split_names, with_names
+from torchweft.engine.codec.values import encode, no_home
 from torchweft.engine.protocol.registration import why_not_by_value
 from torchweft.engine.protocol.sessions import Outgoing
 from torchweft.engine.threads.thread_modes import check_untraced, has_modes, plain_operations
@@ -43,6 +43,8 @@ from torchweft.engine.wire.messages import (
     Kind,
     encode_call,
     place_in_graph,
+    split_names,
+    with_names,
 )
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.peers import Peer

@@ -12,18 +12,28 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweft import knobs
 from torchweft.arguments import did_you_mean, kind_of
 from torchweft.autograd.contexts import enter, set_current_id
 from torchweft.engine.codec.exceptions import pack_error, unpack_error
-from torchweft.engine.codec.functions import describe, resolve
+from torchweft.engine.codec.functions import describe, locate, resolve
+from torchweft.engine.codec.reading import TRUSTING
 from torchweft.engine.codec.registry import remotely_callable
-from torchweft.engine.codec.values import split_names
+from torchweft.engine.codec.tensors import shared_ranges
+from torchweft.engine.codec.values import no_home
 from torchweft.engine.protocol import calls
 from torchweft.engine.protocol.calls import SLOW_S, AnsweredCall, ServedCall
 from torchweft.engine.protocol.observing import call_key, making_key, reference_key
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.reports import log_exception
-from torchweft.engine.wire.messages import NAMED, NO_GRAD, TABLES, ValueHead
+from torchweft.engine.wire.messages import (
+    NAMED,
+    NO_CREATION,
+    NO_GRAD,
+    TABLES,
+    ValueHead,
+    split_names,
+)
 from torchweft.engine.worker.calls import current_call
 from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.references import OwnedValue
@@ -36,6 +46,7 @@ from torchweft.errors import (
     UnknownFunction,
 )
 from torchweft.ids import ReferenceId
+from torchweft.native import native
 from torchweft.rpc.current_call import TAKEN, reference_in
 from torchweft.rpc.decoding import decode_call
 from torchweft.rpc.functions import ASYNC_MARK
@@ -66,6 +77,20 @@ class Call(AnsweredCall):
     reference: ReferenceId
     awaited: OwnedValue
     """The value for which the call waits, or has waited; unset if it never has."""
+
+    def starts(
+        self, worker: Worker, name: bytes, context_id: int, remaining_s: float, now_s: float
+    ) -> bool:
+        """Decides whether to run a usual call, for the native twin; see ``begins``."""
+        self.worker, self.owned = worker, None
+        self.frame, self.function, self.context_id = None, name, context_id
+        return self.begins(NO_CREATION, remaining_s, now_s)
+
+    def answer(self, frame: bytearray) -> None:
+        """Ends the call with the frame of its answer."""
+        if not (self.was_cancelled or self.has_ended):
+            self.worker.send_reply(self.peer, self.number, frame)
+        self.end()
 
     def failed_late(self) -> None:
         """Logs the error being handled, which came after the call had ended."""
@@ -206,10 +231,41 @@ def proceed(
 _log = logging.getLogger("torchweft")
 
 
+_MOST_USUAL = 4096
+
+
 def install(worker: Worker) -> None:
     """Makes ``worker`` serve calls."""
     serve, refuse = partial(_handle, worker, _serve), partial(_handle, worker, _refuse)
     worker.agent.receiver.on_calls(serve, refuse, Call)
+    if native is not None and worker.reader is TRUSTING:
+        worker.agent.members.on_joined(partial(_learn_to_serve, worker))
+
+
+def _learn_to_serve(worker: Worker, peer: Peer) -> None:
+    """Gives the native twin what serving calls of a worker takes, in its order."""
+    if peer.is_self or peer.device_maps.moves_host_of_answers:
+        return
+    most = knobs.TENSOR_LIMIT.get()
+    ends = partial(settle, worker, 0), partial(_note_slow, worker)
+    encodes = peer.receiver, most, no_home
+    decodes = most, worker.reader.resolve_value, worker.decoder.take_home
+    peer.server = worker, worker.usual, current_call, worker.serving, *ends, *encodes, *decodes
+
+
+def _note_usual(worker: Worker, name: bytes, function: Any) -> None:
+    """Lets the native twin serve the calls of a function from now on."""
+    if native is None or worker.watchers or len(worker.usual) >= _MOST_USUAL:
+        return
+    if not hasattr(function, ASYNC_MARK):
+        worker.usual[name] = (*locate(name), function)
+        if worker.watchers:  # Race: they have come just now.
+            worker.usual.clear()
+
+
+def _note_slow(worker: Worker, name: bytes) -> None:
+    worker.usual.pop(name, None)
+    worker.slow.note(name, was_slow=False)
 
 
 def _handle(
@@ -232,8 +288,12 @@ def _handle(
 
 def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     """Runs one call; its errors become its answer."""
-    frame, call.frame = call.frame, None
+    frame = call.frame
     assert frame is not None
+    is_usual = peer.server is not None and not shared_ranges
+    if is_usual and native.serve_call(peer.server, call, frame):
+        return
+    call.frame = None
     flags = frame.flags
     control: Any = frame.control
     is_local = type(control) is LocalMessage
@@ -278,11 +338,14 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         call(None, error)
     else:
         settle(worker, entered_id, function, result, call)
+        if name and not was_slow and name not in worker.usual:
+            _note_usual(worker, name, function)
     finally:
         worker.serving.pop(get_ident(), None)
         is_slow = time.monotonic() - began_s > SLOW_S
         if was_slow != is_slow:
             worker.slow.note(name, was_slow=was_slow)
+            worker.usual.pop(name, None)
 
 
 def _by_value(

@@ -13,7 +13,7 @@ import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -184,6 +184,9 @@ class Worker:
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
         """Called with the caller and the error of every call that failed here."""
         self.slow = SlowFunctions()
+        self.usual: dict[bytes, tuple[object, str, object]] = {}
+        """The functions whose usual calls the native twin serves, by name: the object that has it,
+        the attribute, and the function. Empty while anybody watches calls."""
         self.unseen = UnseenErrors(agent, references, reader.unpack_error, self.pack_error)
         self.watchers: tuple[Watcher, ...] = ()
         """Hear of all calls and backward passes from when they were added."""
@@ -208,7 +211,8 @@ class Worker:
         """Sends the result of a call, or an error if the result cannot be serialized."""
         handed: Sequence[HandedReference] = ()
         message_id = 0
-        answer: Buffer | Literal[False] | None = None
+        answer: Any = None
+        message: bytes | Outgoing = b""
         try:
             if (
                 native is not None
@@ -240,9 +244,28 @@ class Worker:
             self.encoder.take_back(peer, handed, message_id)
             self.reply_error(peer, number, error)
             return
+        self.send_reply(peer, number, answer or message, handed, message_id)
+
+    def send_reply(
+        self,
+        peer: Peer,
+        number: int,
+        message: bytes | bytearray | Outgoing,
+        handed: Sequence[HandedReference] = (),
+        message_id: int = 0,
+    ) -> None:
+        """Sends the result of a call: one whole frame, or a message.
+
+        Args:
+            peer: The caller.
+            number: The number of the call.
+            message: The frame, or the message.
+            handed: The references that it hands on.
+            message_id: The number of its tensors in their graph, or 0.
+        """
         try:
-            if answer:
-                self.agent.sender.answer(peer, answer)
+            if isinstance(message, (bytes, bytearray)):
+                self.agent.sender.answer(peer, message)
             else:
                 self.agent.sender.send(peer, message)
         except (ConnectionError, NotInitialized):
@@ -306,6 +329,7 @@ class Worker:
     def _watch(self, watchers: tuple[Watcher, ...]) -> None:
         self.watchers = self.engine.passes.watchers = watchers
         self.carrier = next((each for each in watchers if isinstance(each, Carrier)), None)
+        self.usual.clear()
 
     def note_call(self, call: PendingCall) -> bytes:
         """Tells the watchers of a call that begins; returns the span context that it carries."""

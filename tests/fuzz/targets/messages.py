@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import torch
 
 from tests.fuzz.target import Target
 from torchweft.engine.codec.tensors import encode_tensors
 from torchweft.engine.codec.values import encode as encode_value
-from torchweft.engine.codec.values import refusal_of, refuse_home
+from torchweft.engine.codec.values import no_home, refusal_of, refuse_home
+from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import (
+    NO_CONTEXTS,
     NO_CREATION,
     HandedReference,
+    Kind,
     decode_call,
     decode_ints,
     decode_reply,
@@ -24,6 +28,7 @@ from torchweft.engine.wire.messages import (
     encode_reply,
     encode_tables,
     encode_texts,
+    with_names,
 )
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.ids import ReferenceId
@@ -54,6 +59,70 @@ def _value(data: memoryview) -> bytes:
             native.decode_message(data, 1, end, 100, _resolve, refuse_home)
         except Exception as error:
             raise refusal_of(error) or error from None
+    return bytes(data)
+
+
+def _answer(data: memoryview) -> bytes:
+    """Reads the value of a reply in one step; what it reads is a usual reply for the plain twin."""
+    if native is not None:
+        frame = Frame(Kind.REPLY, 0, 1, bytes(data), ())
+        try:
+            value = native.decode_answer(frame, (100, _resolve, refuse_home))
+        except Exception as error:
+            raise refusal_of(error) or error from None
+        if value is not NotImplemented:
+            context_id, message_id, references, *_ = decode_reply(data)
+            assert context_id in NO_CONTEXTS
+            assert message_id == len(references) == 0
+    return bytes(data)
+
+
+class _Served:
+    """A call that the native twin serves; the function returns its arguments."""
+
+    def __init__(self) -> None:
+        self.function: bytes | None = None
+        self.outcomes: list[object] = []
+
+    def starts(self, worker: object, name: bytes, *_: object) -> bool:
+        self.function = name
+        return True
+
+    def answer(self, frame: object) -> None:
+        self.outcomes.append(frame)
+
+    def __call__(self, result: object, error: object) -> None:
+        self.outcomes.append(error)
+
+    @staticmethod
+    def run(*args: object, **kwargs: object) -> object:
+        return [*args, kwargs]
+
+
+_current: ContextVar[object] = ContextVar("fuzzed")
+
+
+def _serve(data: memoryview) -> bytes:
+    """Serves a call, whose flags are the first byte; the plain twin must find it usual as well."""
+    if native is None or not data:
+        return bytes(data)
+    call, threads = _Served(), dict[int, object]()
+    usual = {b"module:name": (_Served, "run", _Served.run)}
+    ends = (lambda *parts: call.outcomes.append(parts)), (lambda name: None)
+    rest = True, 100, no_home, 100, _resolve, refuse_home
+    server = None, usual, _current, threads, *ends, *rest
+    frame = Frame(Kind.CALL, data[0], 1, bytes(data[1:]), ())
+    if native.serve_call(server, call, frame):
+        _, creation, name, _, value = decode_call(frame.control)
+        context_id, message_id, references, *_ = value
+        assert (creation, name) == (NO_CREATION, call.function)
+        assert context_id in NO_CONTEXTS
+        assert message_id == len(references) == 0
+        assert len(call.outcomes) == 1
+        assert not threads
+    else:
+        assert call.function is None
+        assert not call.outcomes
     return bytes(data)
 
 
@@ -94,6 +163,8 @@ _TRIPS: tuple[Callable[[memoryview], bytes], ...] = (
     lambda data: encode_ints(*decode_ints(data)),
     _step,
     _value,
+    _answer,
+    _serve,
 )
 
 
@@ -119,6 +190,16 @@ def _value_seed(value: object) -> bytes:
     return bytes([5, len(payload)]) + payload + inlined[0]
 
 
+def _call_seed(values: tuple[object, ...]) -> bytes:
+    tensors: list[torch.Tensor] = []
+    payload = encode_value(values, tensors, True)
+    inlined = encode_tensors(tensors)
+    assert payload is not None
+    assert inlined is not None
+    head = math.inf, NO_CREATION, 0, 0, b"module:name", b""
+    return encode_call(*head, (), payload, inlined[0] if tensors else b"")
+
+
 def seeds() -> list[bytes]:
     """Returns two messages for every decoder."""
     handed = HandedReference(ReferenceId(1, 2, 3), 4)
@@ -138,6 +219,10 @@ def seeds() -> list[bytes]:
         b"\3" + encode_ints(),
         _value_seed(3),
         _value_seed(("text", {1: [2.5, None]}, torch.ones(2), torch.ones(3, 2).t())),
+        b"\6" + encode_reply(0, 0, (), _value_seed(3)[2:]),
+        b"\6" + encode_reply(0, 0, (), b"", _value_seed(torch.ones(3))[2:]),
+        b"\7\0" + _call_seed((1, "text", torch.ones(2))),
+        b"\7\4" + _call_seed(with_names((1,), {"more": [2, 3]})),
         b"\4" + encode_ints(1, 0),
         b"\4" + encode_ints(6, 2, 2, 3) + encode_texts(["end of file", ""]),
     ]

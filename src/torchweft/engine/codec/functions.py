@@ -67,7 +67,7 @@ def resolve(name: bytes) -> Callable[..., object]:
     Raises:
         UnknownFunction: This worker cannot import the module, or the module lacks the name.
     """
-    parent, attribute = _locate(name)
+    parent, attribute = locate(name)
     try:
         return getattr(parent, attribute)  # type: ignore[no-any-return]
     except AttributeError:
@@ -131,7 +131,7 @@ def find_global(module: str, path: str) -> object:
 
 
 @lru_cache(maxsize=4096)
-def _locate(name: bytes) -> tuple[object, str]:
+def locate(name: bytes) -> tuple[object, str]:
     """Returns the object that has the callable as an attribute, and the attribute's name."""
     module, separator, path = text_of(name).partition(":")
     if not separator or not module or not path:

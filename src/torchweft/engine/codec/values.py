@@ -101,23 +101,6 @@ def no_home(_: object) -> None:
     """Says of every object that it is no reference that goes home."""
 
 
-def with_names(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns positional and keyword arguments as one tuple, which ends with the names."""
-    return (*args, *kwargs.values(), tuple(kwargs))
-
-
-def split_names(values: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and the keyword arguments in what ``with_names`` returned."""
-    names = values[-1] if values else None
-    if type(names) is not tuple:
-        raise ProtocolError("a call has no names of its keyword arguments")
-    start = len(values) - 1 - len(names)
-    kwargs = dict(zip(names, values[start:-1], strict=False))
-    if start < 0 or len(kwargs) < len(names):
-        raise ProtocolError(f"a call has too few keyword arguments, or some twice: {names}")
-    return values[:start], kwargs
-
-
 TAKES = (
     "None, bool, int, float, complex, str, bytes, lists, tuples, sets and dicts of them, tensors, "
     "RRefs, torch's dtypes, devices and sizes, arrays and scalars of numpy, paths, and functions "

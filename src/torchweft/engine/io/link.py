@@ -54,6 +54,10 @@ class LinkClosed(ConnectionError):
     """The peer has closed the connection, or it broke; ``str`` gives the cause."""
 
 
+Serving = tuple[Any, ...]
+"""What ``serve`` of the native link takes: how calls that come alone are served."""
+
+
 class Watcher(Protocol):
     """Is told of the messages of a link, while they are traced."""
 
@@ -216,6 +220,8 @@ class Link:
         self.handling = threading.Lock()
         """Held by the thread that handles them, in order."""
         self._bytes_received = 0
+        self.serving: Serving | None = None
+        """How the native twin serves calls that come alone; None if it does not."""
         self.brought_tasks = False
         """Whether the last read for the reactor gave it tasks; for the reader's use."""
         self.parser = parser
@@ -232,6 +238,8 @@ class Link:
         self.write_fd = self._write_socket.fileno()
         self.native: Any = None if is_plain else self._new_native(ring)
         self._has_ring = self.native is not None and ring is not None
+        self.serves = self.native is not None and not self._keeps
+        """Whether calls that come alone may be served while it is read."""
         self._stream: Any = self.native or PlainStream(connection, self._keeps)
         self.claim: Callable[[], bool] = self._stream.claim
         """Takes the right to read, for a thread of the reactor; returns whether it was free."""
@@ -402,7 +410,9 @@ class Link:
 
     # Reading
 
-    def receive(self, *, may_block: bool, may_spin: bool = False) -> None:
+    def receive(
+        self, may_block: bool, may_spin: bool = False, serving: Serving | None = None
+    ) -> bool:
         """Receives what has arrived, and appends the complete frames to ``incoming``.
 
         The caller has claimed the link.
@@ -410,6 +420,10 @@ class Link:
         Args:
             may_block: Whether to wait, for about ``READ_TICK_S`` at most, if nothing has arrived.
             may_spin: Whether to look again and again for a moment, where that pays.
+            serving: Has the native twin serve calls that come alone; their functions run here.
+
+        Returns:
+            Whether the link is still claimed; another thread may read it otherwise.
 
         Raises:
             LinkClosed: The peer is gone; everything it sent before is in ``incoming``.
@@ -418,22 +432,28 @@ class Link:
         connection = self.native
         if connection is None:
             self._receive_parsed(may_block)
-            return
+            return True
         if connection.awaits_room:
             self.flush()
         if not connection.is_large:
             try:
-                count = connection.read(may_spin)
+                if serving is None:
+                    count = connection.read(may_spin)
+                else:
+                    count = connection.serve(serving, may_spin)
             except OSError as error:
                 raise LinkClosed(str(error)) from error
+            if count is False:
+                return False
             if not connection.is_large:
                 if count is None:
                     raise LinkClosed(
                         "the connection is closed" if self._is_closed else "end of file"
                     )
-                return
+                return True
         self._receive_parsed(may_block)
         connection.is_large = not self.parser.is_idle
+        return True
 
     def _receive_parsed(self, may_block: bool) -> None:
         flags: int = _DONTWAIT

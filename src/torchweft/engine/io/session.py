@@ -35,6 +35,7 @@ from torchweft.engine.io.link import (
     SEND_PATIENCE_S,
     Link,
     LinkClosed,
+    Serving,
     shut,
     tune,
 )
@@ -162,23 +163,26 @@ class ResumableLink(Link):
         self._incoming.position = self.bytes_received
         return self._incoming
 
-    def receive(self, *, may_block: bool, may_spin: bool = False) -> None:
+    def receive(
+        self, may_block: bool, may_spin: bool = False, serving: Serving | None = None
+    ) -> bool:
         if self._is_broken:
             if self._is_closed:
                 raise LinkClosed("the connection is closed")
             if may_block:
                 self._resumed.wait(READ_TICK_S)
-            return
+            return True
         with self._receiving:
             try:
                 if not self._is_broken:
-                    super().receive(may_block=may_block, may_spin=may_spin)
+                    super().receive(may_block, may_spin)
             except LinkClosed as error:
                 if self._is_closed:
                     raise
                 self._note_break(error)
         if self._counted().is_much:
             self.acknowledge()
+        return True
 
     # Breaks
 

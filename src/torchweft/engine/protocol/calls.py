@@ -573,10 +573,11 @@ class CallClient(Generic[Call]):
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, Call] = {}
-        self.pop: Callable[[int, None], Call | None] = self._entries.pop
+        self.entries: dict[int, Call] = {}
+        """The open calls by their numbers."""
+        self.pop: Callable[[int, None], Call | None] = self.entries.pop
         """Does as ``take``, in one atomic step (a single C function)."""
-        self.find: Callable[[int], Call | None] = self._entries.get
+        self.find: Callable[[int], Call | None] = self.entries.get
         """Returns a call, and leaves it in the table."""
         self._numbers = shared_count(1)
         self.total = 0
@@ -585,26 +586,26 @@ class CallClient(Generic[Call]):
         self._unsent: dict[int, bool] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def add(self, call: Call) -> int:
         """Adds ``call`` and returns its number."""
         number = call.number = next(self._numbers)
-        self._entries[number] = call
+        self.entries[number] = call
         self.total = number
         return number
 
     def take(self, number: int) -> Call | None:
         """Removes and returns a call; None if it was taken before or never existed."""
-        return self._entries.pop(number, None)
+        return self.entries.pop(number, None)
 
     def all(self) -> list[Call]:
         """Returns the open calls."""
-        return list(self._entries.copy().values())
+        return list(self.entries.copy().values())
 
     def has(self, number: int) -> bool:
         """Whether a call waits under ``number``."""
-        return number in self._entries
+        return number in self.entries
 
     def take_expired(self, now_s: float) -> tuple[list[Call], float]:
         """Removes the calls whose deadline has passed.
@@ -614,7 +615,7 @@ class CallClient(Generic[Call]):
         """
         expired: list[Call] = []
         earliest_s = math.inf
-        for number, call in self._entries.copy().items():
+        for number, call in self.entries.copy().items():
             if call.deadline_s > now_s:
                 earliest_s = min(earliest_s, call.deadline_s)
             elif self.take(number) is not None:
@@ -623,7 +624,7 @@ class CallClient(Generic[Call]):
 
     def take_where(self, is_meant: Callable[[Call], bool]) -> list[Call]:
         """Removes and returns the calls that satisfy ``is_meant``; scans the whole table."""
-        numbers = [number for number, call in self._entries.copy().items() if is_meant(call)]
+        numbers = [number for number, call in self.entries.copy().items() if is_meant(call)]
         taken = [self.take(number) for number in numbers]
         return [call for call in taken if call is not None]
 
@@ -659,7 +660,7 @@ class CallClient(Generic[Call]):
         """
         number = call.number = next(self._numbers)
         self._unsent[number] = False
-        self._entries[number] = call
+        self.entries[number] = call
         self.total = number
         return number
 

@@ -49,14 +49,11 @@ from time import monotonic
 from typing import Any
 from weakref import ref
 
-from torchweft.engine.threads.interrupts import call
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.threads.thread_modes import (
-    READERS,
     THREADS,
-    UNTOUCHED,
     count_threads,
-    tidy,
+    end_modes,
 )
 from torchweft.free_threading import LONGEST_WAIT_S
 
@@ -513,30 +510,25 @@ class Reactor:
     def _work(self) -> bool:
         """Runs waiting tasks; returns whether this thread is still needed."""
         while self.urgent or self.tasks.ready:
-            is_urgent = bool(self.urgent)
-            with self._lock:
-                if is_urgent:
+            if self.urgent:
+                with self._lock:
                     self._running_urgent += 1
-                elif self.running < self.limit + self._extra:
-                    self.running += 1
-                else:
-                    break
-                self._waiting -= 1
-                is_last_waiting = self._waiting == 0
-            if is_last_waiting:
-                self._spawn_if_possible()
-            if is_urgent:
+                    is_last_waiting = self._stops_waiting()
+                if is_last_waiting:
+                    self._spawn_if_possible()
                 self._run_all(self.urgent, self.urgent)
-            else:
-                self._run_tasks()
-            with self._lock:
-                if is_urgent:
+                with self._lock:
                     self._running_urgent -= 1
-                else:
-                    self.running -= 1
-                if self._waiting > _SPARE_THREADS and not (self.tasks.ready or self.urgent):
+                    self._waiting += 1
+            elif self.begin_tasks():
+                self._run_all(self.tasks, self.tasks.ready)
+                self.end_tasks()
+            else:
+                break
+            with self._lock:
+                if self._waiting > _SPARE_THREADS + 1 and not (self.tasks.ready or self.urgent):
+                    self._waiting -= 1
                     return False
-                self._waiting += 1
         else:
             return True
         self._watch_queue()
@@ -545,19 +537,39 @@ class Reactor:
         self.arm_all()
         return True
 
-    def _run_tasks(self) -> None:
-        self._local.is_running = True
-        threads = count_threads()
+    def begin_tasks(self) -> bool:
+        """Counts this thread as one that runs tasks; returns False if as many run as may.
+
+        Otherwise ``end_tasks`` must follow.
+        """
+        with self._lock:
+            if self.running >= self.limit + self._extra:
+                return False
+            self.running += 1
+            is_last_waiting = self._stops_waiting()
+        if is_last_waiting:
+            self._spawn_if_possible()
+        local, threads = self._local, count_threads()
         if THREADS.wanted not in (0, threads):
             threads = THREADS.follow()
-        try:
-            self._run_all(self.tasks, self.tasks.ready)
-        finally:
-            self._local.is_running = False
-            if count_threads() != threads:
-                THREADS.note(threads)
-            if self.held:
-                self.on_pause()
+        local.is_running, local.threads = True, threads
+        return True
+
+    def end_tasks(self) -> None:
+        """Counts this thread as one that waits for events again."""
+        self._local.is_running = False
+        if count_threads() != self._local.threads:
+            THREADS.note(self._local.threads)
+        if self.held:
+            self.on_pause()
+        with self._lock:
+            self.running -= 1
+            self._waiting += 1
+
+    def _stops_waiting(self) -> bool:
+        """Notes, in the lock, that this thread waits for no event; returns whether none does."""
+        self._waiting -= 1
+        return self._waiting == 0
 
     def _run_all(self, queue: FairQueue | deque[Task], waiting: deque[Any]) -> None:
         while waiting:
@@ -575,8 +587,7 @@ class Reactor:
                 log_exception("a message could not be handled")
             if before_task is not None:
                 self.after_task(begun)
-            if tuple(map(call, READERS)) != UNTOUCHED:
-                tidy()
+            end_modes()
             self.activity += 1
             # These names must not keep objects alive after the task: remote references count.
             del function, first, second

@@ -97,6 +97,12 @@ class Threads:
 THREADS = Threads()
 
 
+def end_modes() -> None:
+    """Ends the modes that a task has left behind in this thread, if there are any."""
+    if tuple(map(call, READERS)) != UNTOUCHED:
+        tidy()
+
+
 def tidy() -> None:
     """Ends all modes of this thread."""
     _take_default_device()

@@ -39,7 +39,7 @@ import enum
 import json
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchweft.engine.wire.frames import HEADER_BYTES, Buffer, encode_frame
 from torchweft.errors import ProtocolError, SerializationError
@@ -238,6 +238,23 @@ def decode_call(control: Buffer) -> CallHead:
 
 CALL_HEAD_BYTES, REPLY_HEAD_BYTES = _CALL_BYTES, _REPLY_BYTES
 """Bytes at the begin of a ``CALL`` and a ``REPLY`` that have numbers only, no name and no value."""
+
+
+def with_names(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns positional and keyword arguments as one tuple, which ends with the names."""
+    return (*args, *kwargs.values(), tuple(kwargs))
+
+
+def split_names(values: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the positional and the keyword arguments in what ``with_names`` returned."""
+    names = values[-1] if values else None
+    if type(names) is not tuple:
+        raise ProtocolError("a call has no names of its keyword arguments")
+    start = len(values) - 1 - len(names)
+    kwargs = dict(zip(names, values[start:-1], strict=False))
+    if start < 0 or len(kwargs) < len(names):
+        raise ProtocolError(f"a call has too few keyword arguments, or some twice: {names}")
+    return values[:start], kwargs
 
 
 class Sizes(NamedTuple):

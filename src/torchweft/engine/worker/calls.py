@@ -279,26 +279,75 @@ class OpenCalls:
         except BaseException:
             self._client.withdraw(call)
             raise
+        self._opened(peer, call, is_sent)
+
+    def _opened(self, peer: Peer, call: PendingCall, was_sent: bool) -> None:
         parent = call.parent
         if peer.lost or call.error or (parent is not None and parent.was_cancelled):
             loss = peer.lost_error if peer.lost is not None else None
-            self._act(self._client.opened(call, was_sent=is_sent, loss=loss))
+            self._act(self._client.opened(call, was_sent=was_sent, loss=loss))
         if call.deadline_s < self._timer.next_s:
             self._timer.wake_by(call.deadline_s)
 
-    def ask_and_wait(self, peer: Peer, call: PendingCall, request: Request) -> None:
-        """Does as ``ask`` and ``wait``; the answer wakes no other thread where that is possible."""
-        lease = self._waiter.lease((peer,))
-        if lease is None:
-            self.ask(peer, call, request)
+    def ask_and_wait(
+        self, peer: Peer, call: PendingCall, request: Request, decodes: tuple[Any, ...] = ()
+    ) -> tuple[Any] | None:
+        """Does as ``ask`` and ``wait``; the answer wakes no other thread where that is possible.
+
+        Args:
+            peer: The callee.
+            call: The call.
+            request: Makes the frame.
+            decodes: What the native twin takes to decode a usual answer; empty if it may not.
+
+        Returns:
+            The decoded result, alone in a tuple; None if the outcome is in the call.
+        """
+        link = peer.link
+        is_usual = link is not None and link.serves and link.watcher is None
+        if is_usual and not (peer.unsent or call.watchers):
+            asked = self._ask_natively(peer, link, call, request, decodes)
+            if asked is None or type(asked) is tuple:
+                return asked
+            lease = asked or None
+            self._opened(peer, call, True)
         else:
+            lease = self._waiter.lease((peer,))
+            self.ask(peer, call, request, may_block=lease is None)
+        if lease is not None:
             try:
-                self.ask(peer, call, request, may_block=False)
                 self._read(lease, peer, call)
             finally:
                 lease.release()
         if not (call.frame or call.error or call.is_done):
             self._wait_for_others(call)
+        return None
+
+    def _ask_natively(
+        self, peer: Peer, link: Any, call: PendingCall, request: Request, decodes: tuple[Any, ...]
+    ) -> Any:
+        """Sends a request, and looks for the answer for a moment, in one step of the native twin.
+
+        Returns:
+            The decoded result, alone in a tuple; None if the answer is in the call; the right to
+            read the link if none has come; or False if another thread reads it.
+        """
+        number = self._client.add(call)
+        try:
+            message = request.message(number)
+            try:
+                calls = self._client.entries
+                asked = native.Lease.ask(link.native, number, call, message, calls, decodes)
+            except OSError as error:
+                raise self._sender.failed(peer, error) from error
+            if asked is False:
+                self._sender.write(peer, message)
+            elif asked:
+                link.mend()  # It may be full.
+        except BaseException:
+            self._client.withdraw(call)
+            raise
+        return asked
 
     def wait(self, call: PendingCall, *, may_complete: bool = True) -> None:
         """Blocks until ``call`` is done. Its outcome is in ``call.frame`` or ``call.error``.

@@ -235,6 +235,8 @@ class Peer:
         """Why functions cannot travel by value to the peer; empty if they can."""
         self.home_of: Callable[[Any], ReferenceId | None] = _not_set
         """Returns the id of a reference to a value of the peer; None for other values."""
+        self.server: tuple[Any, ...] | None = None
+        """What the native twin takes to serve calls of the peer; None if it does not."""
         self.connecting = Connecting(self.id, self.name)
         """State machine of the connection; to be used with ``state_lock``."""
         self.state_lock = threading.RLock()

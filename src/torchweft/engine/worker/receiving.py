@@ -16,6 +16,7 @@ from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
+from torchweft.engine.codec.tensors import shared_ranges
 from torchweft.engine.io.link import POLL_S, SEND_PATIENCE_S, Link, LinkClosed
 from torchweft.engine.protocol import entitlement
 from torchweft.engine.protocol.calls import ServedCall
@@ -23,6 +24,7 @@ from torchweft.engine.protocol.entitlement import RULES
 from torchweft.engine.threads import interrupts
 from torchweft.engine.threads.reactor import Reactor
 from torchweft.engine.threads.reports import log_exception
+from torchweft.engine.threads.thread_modes import end_modes
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.peers import Peer
@@ -57,6 +59,8 @@ class Receiver:
         self._take_up: type[ServedCall] | None = None
         self._serve: CallHandler = _ignore
         self._refuse: CallHandler = _ignore
+        self.watched: set[Link] = set()
+        """The links that have a watcher."""
         self.discard: Handler = _ignore
         """Called with replies that no call waits for any more; a layer above may replace it."""
 
@@ -146,7 +150,8 @@ class Receiver:
         may_receive: bool = True,
         may_block: bool = False,
         may_spin: bool = False,
-    ) -> None:
+        may_serve: bool = False,
+    ) -> bool:
         """Receives data, and handles complete frames unless another thread does so now.
 
         Args:
@@ -155,12 +160,21 @@ class Receiver:
             may_receive: Whether the caller has claimed the link; else only handles what was read.
             may_block: Whether to wait for a moment if no data is there.
             may_spin: Whether to look for data again and again for a moment, where that pays.
+            may_serve: Whether calls that come alone may run here.
+
+        Returns:
+            As ``Link.receive``.
         """
-        incoming = link.incoming
+        incoming, is_claimed = link.incoming, True
         try:
             try:
-                if may_receive:
-                    link.receive(may_block=may_block, may_spin=may_spin)
+                if may_receive and may_serve and self._may_serve(peer, link):
+                    try:
+                        is_claimed = link.receive(may_block, may_spin, link.serving)
+                    finally:
+                        self._reactor.end_tasks()
+                elif may_receive:
+                    link.receive(may_block, may_spin)
             finally:
                 while incoming and link.handling.acquire(False):
                     try:
@@ -182,6 +196,7 @@ class Receiver:
             self.turn_away(peer, error)
         except MemoryError:
             self._lose(peer, "there is no memory for a message of it")
+        return is_claimed
 
     def hear_last(self, peer: Peer, link: Link) -> None:
         """Handles what a worker has sent before its connection ended: it may tell why.
@@ -248,20 +263,35 @@ class Receiver:
             if has_run_tasks:
                 reactor.resume_reading(fd)
             return  # A waiting thread that reads this link arms it again when it is done.
+        is_claimed = True
         try:
-            self.read(peer, link, may_spin=has_run_tasks)
-            if link.parser.large is not None and reactor.begin_read():
+            is_claimed = self.read(peer, link, may_spin=has_run_tasks, may_serve=True)
+            if is_claimed and link.parser.large is not None and reactor.begin_read():
                 try:
                     self._read_rest(peer, link)
                 finally:
                     reactor.end_read()
         finally:
-            link.unclaim()
-            link.brought_tasks = bool(reactor.tasks.ready)
-            if link.native and (link.brought_tasks or reactor.urgent):
-                reactor.leave_unarmed(fd)
-            else:
-                reactor.resume_reading(fd)
+            if is_claimed:
+                link.unclaim()
+                link.brought_tasks = bool(reactor.tasks.ready)
+                if link.native and (link.brought_tasks or reactor.urgent):
+                    reactor.leave_unarmed(fd)
+                else:
+                    reactor.resume_reading(fd)
+
+    def _may_serve(self, peer: Peer, link: Link) -> bool:
+        """Returns whether the native twin may serve calls of a link that come alone.
+
+        If so, this thread counts as one that runs tasks: ``Reactor.end_tasks`` must follow.
+        """
+        reactor = self._reactor
+        if link.serving is None and peer.server is not None and link.serves:
+            fd, tasks = link.read_fd, reactor.tasks
+            arms = link.handling, reactor.unarmed, reactor.leave_unarmed
+            before = link.incoming, tasks.ready, reactor.urgent, self.watched, shared_ranges
+            link.serving = peer.server, peer, fd, *arms, self._take_up, end_modes, *before
+        return link.serving is not None and reactor.before_task is None and reactor.begin_tasks()
 
     def _read_rest(self, peer: Peer, link: Link) -> None:
         """Waits for the rest of a large frame: an event for each piece would cost more.

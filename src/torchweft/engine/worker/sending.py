@@ -215,9 +215,13 @@ class Sender:
             link.send(message, may_block=may_block)
             return
         except LinkClosed as error:
-            cause = str(error)
-        self._lose(peer, cause)
-        raise self._lifetime.error_of(peer)  # Here, so that it does not show the other error.
+            closed = error
+        raise self.failed(peer, closed)  # Here, so that it does not show the other error.
+
+    def failed(self, peer: Peer, error: OSError) -> Exception:
+        """Declares a peer lost, as nothing can be written; returns the error of the message."""
+        self._lose(peer, str(error))
+        return self._lifetime.error_of(peer)
 
     # Small answers
 
@@ -243,8 +247,7 @@ class Sender:
             elif count == 1:
                 reactor.on_unarmed()  # The timer thread writes held answers, too.
         except LinkClosed as error:
-            self._lose(peer, str(error))
-            raise self._lifetime.error_of(peer) from error
+            raise self.failed(peer, error) from error
 
     def write_held(self) -> None:
         """Writes all held answers; never blocks."""

@@ -234,6 +234,7 @@ class Recorder:
     def _trace_link(self, link: Link, peer: Peer) -> None:
         recording = self._recording
         if recording is not None and link.watcher is None:
+            self._agent.receiver.watched.add(link)
             link.watcher = LinkNotes(recording.rows, peer.id)
             recording.links.append(link)
 
@@ -245,6 +246,7 @@ class Recorder:
         agent.links.on_made = None
         for link in list(recording.links):
             link.watcher = None
+            agent.receiver.watched.discard(link)
         worker.tensor_messages.on_pulled = None
         worker.tensor_messages.on_offered = None
         worker.tensor_messages.on_fetched = None

@@ -265,7 +265,7 @@ def main_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     )
     exec(source, vars(main))
     monkeypatch.setitem(sys.modules, "__main__", main)
-    functions._locate.cache_clear()  # It has the main module of the test before.
+    functions.locate.cache_clear()  # It has the main module of the test before.
     return main
 
 
