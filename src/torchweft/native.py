@@ -8,6 +8,9 @@ few times less time; the one in Python is written to be read.
 part of the module in C     does as
 ==========================  ======================================================================
 ``Link``, ``Lease``         a connection of ``io.link``; the right to read it, see ``worker.calls``
+``Lease.ask``               sends a call, and looks for its answer for a moment; ``worker.calls``
+``Link.serve``              reads, and serves usual calls that come alone; ``worker.receiving``
+``serve_call``              ``_serve`` of ``rpc.serving``; False for a call that is not usual
 ``set_dtype``               takes a dtype of ``codec.tensors``; called once for each
 ``set_value_parts``         takes what ``codec.values`` needs of Python; called once
 ``encode_tensors``          ``tensors.encode_tensors``; None for tensors that it leaves
@@ -17,6 +20,7 @@ part of the module in C     does as
 ``encode_call``             ``rpc.encoding.plain_frame``; None also for what is too large
 ``decode_call``             ``wire.messages.decode_call``
 ``decode_message``          ``Decoder.open`` of ``rpc.decoding``; NotImplemented for what it leaves
+``decode_answer``           ``Decoder.result_of``; NotImplemented for an answer that it leaves
 ``encode_result``           ``Worker.reply`` of ``rpc.worker``: the frame of the answer; False for a
                             result that needs a pickle, None for others that it leaves
 ==========================  ======================================================================

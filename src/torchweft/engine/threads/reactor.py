@@ -19,7 +19,8 @@ Rules of this file:
 * Tasks of one read run one after the other in the thread that read them. If the queue makes no
   progress within ``stall_s``, the timer thread wakes another thread (``help_if_stalled``). Helpers
   woken at once would compete for the interpreter lock over calls that take no time.
-* An event handler never blocks and never runs user code; tasks do.
+* An event handler never blocks and never runs user code; tasks do. But one that counts as running
+  tasks (``begin_tasks``) may run a call that came alone while no task waits.
 * Tasks that others may be waiting for (answers to calls, news of a lost worker, a new connection)
   are *urgent*: any thread that waits for events runs them, whatever the limit. A task may block
   unseen, as in PyTorch's ``wait_all``, until an urgent task completes what it waits for.
