@@ -196,7 +196,7 @@ class Member:
         self._waited_for[request] = set()
         for _ in range(count):
             number = self._call(request)
-            if number is not None and number in self.calls._entries:
+            if number is not None and number in self.calls.entries:
                 self._waited_for[request].add(number)
         self._answer_if_complete(request)
 

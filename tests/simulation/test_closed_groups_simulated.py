@@ -104,7 +104,7 @@ class Run:
         """Checks, when the leader calls the group quiet, that workers wait only for lost ones."""
         world = self.world
         for worker in world.members.values():
-            for entry in worker.calls._entries.values():
+            for entry in worker.calls.entries.values():
                 chain = entry.request.chain | {LEADER}
                 is_meant = world.is_undisturbed(chain) and world.is_awaited(entry.request)
                 assert not is_meant, f"quiet, but {entry.request} is under way"

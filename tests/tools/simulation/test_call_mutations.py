@@ -34,7 +34,7 @@ class AnswersEndNothing(CallClient[Asked]):
     """Leaves an answered call in the table, so that it ends again."""
 
     def answered(self, worker: int, frame: Frame) -> Asked | None:
-        return self._entries.get(frame.id)
+        return self.entries.get(frame.id)
 
 
 class KeepsCancellationsToItself(CallClient[Asked]):
