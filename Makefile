@@ -116,7 +116,7 @@ sanitize: $(VENV)/.installed-fuzz
 	    tests/unit/engine/codec/test_tensors.py \
 	    tests/unit/engine/codec/test_tensors_in_message.py \
 	    tests/unit/engine/io/test_lease.py tests/unit/engine/io/test_link.py \
-	    tests/unit/engine/io/test_ring.py \
+	    tests/unit/engine/io/test_ring.py tests/unit/engine/io/test_asking_serving.py \
 	    tests/unit/rpc/test_decoding.py tests/unit/rpc/test_replies.py \
 	    tests/unit/engine/io/test_resumable.py
 	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames ring messages --engine mutational \

@@ -10,8 +10,11 @@ import sys
 import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,8 +23,14 @@ import torchweft.native as loading
 from torchweft import knobs
 from torchweft.engine.codec import values
 from torchweft.engine.codec.tensors import decode_tensors, encode_tensors
-from torchweft.engine.wire.frames import HEADER_BYTES
-from torchweft.engine.wire.messages import NO_CREATION, decode_reply, encode_call
+from torchweft.engine.wire.frames import HEADER_BYTES, Frame
+from torchweft.engine.wire.messages import (
+    NO_CREATION,
+    Kind,
+    decode_reply,
+    encode_call,
+    encode_reply,
+)
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc import encoding  # noqa: F401 (it tells the twin in C of torch's modes)
 
@@ -133,6 +142,35 @@ def test_serving_calls_leaks_nothing() -> None:
         for size in (end - 3, len(control) - 3):
             cut = native.decode_message(control[:size], start, end, 9, fail, fail)
             assert cut is NotImplemented
+
+    assert _rounds(run) < 2000
+
+
+@needs_native
+@pytest.mark.parametrize("end", ["answered", "raises", "unusual", "unwanted", "malformed"])
+def test_whole_calls_leak_nothing(end: str) -> None:
+    assert native is not None
+    call, function = Mock(), Mock(return_value=[1, torch.ones(2)])
+    call.starts.return_value = end != "unwanted"
+    if end == "raises":
+        function.side_effect = RuntimeError
+    usual = {b"module:name": (SimpleNamespace(name=function), "name", function)}
+    settle = Mock(return_value=None)
+    rest = True, 9, values.no_home, 9, values.no_home, values.refuse_home
+    server = None, usual, ContextVar("served"), {}, settle, settle, *rest
+    payload = b"\xff" if end == "malformed" else values.encode(([2], "a"), [], True)
+    assert payload is not None
+    name = b"module:other" if end == "unusual" else b"module:name"
+    control = encode_call(math.inf, NO_CREATION, 0, 0, name, b"", (), payload)
+    frame = Frame(Kind.CALL, 0, 7, control, ())
+    answer = Frame(Kind.REPLY, 0, 7, encode_reply(0, 0, (), payload), ())
+
+    def run() -> None:
+        assert native.serve_call(server, call, frame) is (end not in ("unusual", "malformed"))
+        decoded = native.decode_answer(answer, rest[3:])
+        assert (decoded is NotImplemented) is (end == "malformed")
+        for mock in (call, function, settle):
+            mock.reset_mock()
 
     assert _rounds(run) < 2000
 
