@@ -29,6 +29,16 @@ static int keep(const char *module, const char *name, PyObject **into)
     return *into == NULL ? -1 : 0;
 }
 
+/* The interpreter keeps names that it has looked up, so each of them is made once. */
+static int make_names(void)
+{
+    library.starts = PyUnicode_InternFromString("starts");
+    library.answer = PyUnicode_InternFromString("answer");
+    library.locked = PyUnicode_InternFromString("locked");
+    library.frame = PyUnicode_InternFromString("frame");
+    return library.starts && library.answer && library.locked && library.frame ? 0 : -1;
+}
+
 static int find_parts(void)
 {
     if (keep("torch", "Tensor", &library.tensor_type) ||
@@ -70,7 +80,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    if (find_parts() || tensors_init())
+    if (make_names() || find_parts() || tensors_init())
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL &&

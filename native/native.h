@@ -15,6 +15,7 @@ typedef struct {
     PyObject *tensor_type, *parameter_type, *strided_layout;
     PyObject *frame_type, *ordered_dict;
     PyObject *decode_call, *split_names; /* Plain twins. */
+    PyObject *starts, *answer, *locked, *frame; /* Names of attributes. */
     PyObject *has_modes;   /* Whether torch has modes or transforms, or traces. */
 } library_parts;
 

@@ -98,7 +98,7 @@ static PyObject *answer(const usual_call *self, PyObject *const *server, PyObjec
     }
     frame = call_reply(NULL, self->number, self->head.context_id, result, server + RECEIVER);
     if (frame != NULL && PyByteArray_CheckExact(frame)) {
-        done = PyObject_CallMethod(call, "answer", "O", frame);
+        done = PyObject_CallMethodOneArg(call, library.answer, frame);
     } else {
         PyErr_Clear(); /* The plain twin meets it again. */
         done = PyObject_CallFunctionObjArgs(server[SETTLE], self->function, result, call, NULL);
@@ -132,9 +132,13 @@ static PyObject *run(usual_call *self, PyObject *const *server, PyObject *call)
 /* Serves a usual call, and drops it. */
 static void serve(usual_call *self, PyObject *const *server, PyObject *call)
 {
-    PyObject *done = PyObject_CallMethod(call, "starts", "OOKdd", server[WORKER], self->name,
-                                         (unsigned long long)self->head.context_id,
-                                         self->head.remaining_s, self->began_s);
+    PyObject *head = Py_BuildValue("(OOKdd)", server[WORKER], self->name,
+                                   (unsigned long long)self->head.context_id, self->head.remaining_s,
+                                   self->began_s);
+    PyObject *starts = head == NULL ? NULL : PyObject_GetAttr(call, library.starts);
+    PyObject *done = starts == NULL ? NULL : PyObject_CallObject(starts, head);
+    Py_XDECREF(starts);
+    Py_XDECREF(head);
     if (done == Py_True) {
         Py_DECREF(done);
         done = run(self, server, call);
@@ -172,7 +176,7 @@ static bool is_next(PyObject *const *parts)
     for (int place = INCOMING; place < LINK_PARTS; place++)
         if (PyObject_Size(parts[place]) != 0)
             return false;
-    return is_true(PyObject_CallMethod(parts[HANDLING], "locked", NULL)) == 0;
+    return is_true(PyObject_CallMethodNoArgs(parts[HANDLING], library.locked)) == 0;
 }
 
 /* Serves a call in a Python context of its own. */
