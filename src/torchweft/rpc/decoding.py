@@ -110,15 +110,17 @@ class Decoder:
         self.take_home = self._come_home
         """Returns the reference of this worker that has come home."""
         self._decode = None if native is None or reader.is_strict else native.decode_message
-        self._decodes: tuple[Any, ...] = ()
-        if self._decode is not None:
-            self._decodes = self._tensor_limit, reader.resolve_value, self.take_home
 
     def natively(self) -> tuple[Any, ...]:
         """Returns what the native twin takes to decode values here; empty if it may not."""
-        if _is_in_inference_mode() or has_dispatch_modes() or has_function_modes():
+        if (
+            self._decode is None
+            or _is_in_inference_mode()
+            or has_dispatch_modes()
+            or has_function_modes()
+        ):
             return ()
-        return self._decodes
+        return self._tensor_limit, self._resolve_value, self.take_home
 
     def result_of(self, call: PendingCall) -> Any:
         """Returns the result of a call that is done, or raises its error.
@@ -141,9 +143,10 @@ class Decoder:
         flags = frame.flags
         control: Any = frame.control
         is_own = type(control) is LocalMessage
-        if self._decodes and not (flags or is_own):
+        if self._decode is not None and not (flags or is_own):
+            decodes = self._tensor_limit, self._resolve_value, self.take_home
             try:
-                value = native.decode_answer(frame, self._decodes)
+                value = native.decode_answer(frame, decodes)
             except Exception:
                 value = NotImplemented  # The error comes again below.
             if value is not NotImplemented:

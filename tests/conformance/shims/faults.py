@@ -116,6 +116,7 @@ class Faults:
         self._make_request = worker.encoder.request
         self._ask, self._send, self._post = agent.calls.ask, agent.sender.send, agent.sender.post
         self._close, self._write = agent.close, agent.sender.write
+        self._ask_and_wait = agent.calls.ask_and_wait
         self._replace()
 
     def _replace(self) -> None:
@@ -125,6 +126,7 @@ class Faults:
         for holder, method in (
             (worker.encoder, self.request),
             (agent.calls, self.ask),
+            (agent.calls, self.ask_and_wait),
             (agent.sender, self.send),
             (agent.sender, self.post),
             (agent, self.close),
@@ -187,6 +189,16 @@ class Faults:
             self._agent.calls.fail(call, request.error(peer))
             return
         self._ask(peer, call, request, may_block=may_block)
+
+    def ask_and_wait(
+        self, peer: Peer, call: PendingCall, request: Any, decodes: tuple[Any, ...] = ()
+    ) -> tuple[Any] | None:
+        """Does as ``OpenCalls.ask_and_wait``, but sends a call that the plan concerns apart."""
+        if not isinstance(request, _Concerned):
+            return self._ask_and_wait(peer, call, request, decodes)
+        self.ask(peer, call, request)
+        self._agent.calls.wait(call)
+        return None
 
     def send(self, peer: Peer, message: Any, *, may_block: bool = True) -> None:
         """Does as ``Agent.send``, but delays late messages, and does not send failing ones."""
