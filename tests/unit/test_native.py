@@ -177,7 +177,7 @@ def test_whole_calls_leak_nothing(end: str) -> None:
 
     usual = {b"module:name": (SimpleNamespace(name=function), "name", function)}
     rest = True, 9, values.no_home, 9, values.no_home, values.refuse_home
-    server = None, usual, ContextVar("served"), {}, settle, settle, *rest
+    server = None, usual, ContextVar("served"), {}, settle, str, *rest
     payload = b"\xff" if end == "malformed" else values.encode(([2], "a"), [], True)
     assert payload is not None
     name = b"module:other" if end == "unusual" else b"module:name"
