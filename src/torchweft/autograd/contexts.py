@@ -66,22 +66,39 @@ def sum_of(first: Tensor, second: Tensor) -> Tensor:
 
 
 def owned(gradient: Tensor) -> Tensor:
-    """Returns a gradient in memory of its own; copies one that may be shared.
+    """Returns a gradient in memory of its own; copies what may be shared.
 
     Copies when in doubt: a needless copy is only slow.
     """
-    # The graph of a gradient may have kept it. The indices of an embedding's gradient are the
-    # input, which the program may overwrite.
-    is_plain = gradient.layout is torch.strided and not gradient.requires_grad
-    return gradient if is_plain and _is_alone(gradient) else gradient.clone()
+    if gradient.requires_grad:
+        return gradient.clone()  # Its graph may have kept it.
+    if gradient.layout is torch.strided:
+        return gradient if _is_alone(gradient, _UNSHARED_USES) else gradient.clone()
+    if gradient.layout is torch.sparse_coo:
+        values = gradient._values()  # The tensor returned for a part is one more use.
+        if _is_alone(values, _UNSHARED_USES + 1):
+            return _with_own_indices(gradient, values)
+    return gradient.clone()
 
 
-def _is_alone(tensor: Tensor) -> bool:
+def _with_own_indices(gradient: Tensor, values: Tensor) -> Tensor:
+    """Copies the indices: those of an embedding's gradient are the input of the program."""
+    return torch.sparse_coo_tensor(
+        gradient._indices().clone(),
+        values,
+        gradient.shape,
+        is_coalesced=gradient.is_coalesced(),
+        check_invariants=False,
+        device=values.device,
+    )
+
+
+def _is_alone(tensor: Tensor, unshared_uses: int) -> bool:
     if _storage_use_count is None or (not tensor.is_contiguous() and 0 in tensor.stride()):
         return False
     # As in ``_uses_of``: it runs for each leaf of each pass.
     uses: int = _storage_use_count(tensor.untyped_storage()._cdata)
-    return uses <= _UNSHARED_USES
+    return uses <= unshared_uses
 
 
 def _used_elsewhere(pairs: Sequence[tuple[Tensor, Tensor]], borrowed: Iterable[object]) -> set[int]:

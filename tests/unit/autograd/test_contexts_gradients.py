@@ -88,6 +88,21 @@ def test_a_sparse_gradient_gets_memory_of_its_own() -> None:
         assert torch.equal(found.to_dense(), expected * 2)
 
 
+def test_the_values_of_a_sparse_gradient_are_copied_only_if_they_are_shared() -> None:
+    rows, values = torch.tensor([3, 1]), torch.ones(2, 2)
+    gradient = embedding_gradient(rows, values)
+    assert owned(gradient)._values().data_ptr() != values.data_ptr()
+    place = values.data_ptr()
+    del values
+    with torch.device("meta"):  # A default of the program, which is not for gradients.
+        alone = owned(gradient)
+    assert alone.device == gradient.device
+    assert alone._values().data_ptr() == place
+    assert alone._indices().data_ptr() != rows.data_ptr()
+    assert alone.is_coalesced() is gradient.is_coalesced()
+    assert torch.equal(alone.to_dense(), gradient.to_dense())
+
+
 def test_everything_is_copied_where_uses_cannot_be_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
