@@ -59,8 +59,9 @@ ROUND = "round"
 """The key of the token of a closed group's latest round."""
 PRESENT = "present"
 """The key of the table of an open group: the workers that are there, by arrival."""
-OPEN, CLOSED = "open", "closed"
-"""The kinds of groups."""
+KIND = "kind"
+"""The key of the kind of a group."""
+_OPEN, _CLOSED = "open", "closed"
 _JOINED, _REFUSED = "joined", "refused"
 
 
@@ -321,12 +322,12 @@ def _is_there(key: str) -> Steps[bool]:
 def _make_closed() -> Steps[None]:
     """Marks the group of a store as closed; raises RendezvousError if it is open."""
     # Not with SetOnce: stores for closed groups only need not support it.
-    if (yield Ask("has", "kind")) and (yield Ask("get", "kind")).decode() == OPEN:
-        raise mixed(OPEN)
-    yield Ask("set", "kind", (CLOSED,))
+    if (yield Ask("has", KIND)) and (yield Ask("get", KIND)).decode() == _OPEN:
+        raise _mixed(_OPEN)
+    yield Ask("set", KIND, (_CLOSED,))
 
 
-def mixed(there: str) -> RendezvousError:
+def _mixed(there: str) -> RendezvousError:
     """Returns the error of a worker whose group is of another kind than that of its store."""
     return RendezvousError(
         "RPC group mixes statically and dynamically initialized members which is not supported: "
@@ -418,8 +419,8 @@ def join_open(me: Registration, token: str) -> Steps[Admission]:
         RendezvousError: The group is a closed one, or its table is malformed.
         ConfigurationError: The group has had too many workers.
     """
-    if (yield Ask("set_once", "kind", (OPEN,))).decode() != OPEN:
-        raise mixed(CLOSED)
+    if (yield Ask("set_once", KIND, (_OPEN,))).decode() != _OPEN:
+        raise _mixed(_CLOSED)
     token = (yield Ask("set_once", "token", (token,))).decode()
     me, before, read = yield from _enter(me, token)
     yield Ask("set", member_key(me.id, token), (me.encode(),))

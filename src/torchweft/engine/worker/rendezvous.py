@@ -21,8 +21,9 @@ appends each operation to the file, and every process that opens it reads all of
 the longer, the more workers have come before. A record that is half written, since its process was
 killed, makes every later reader spin. Here the file has only the keys that are there, and each
 change puts a new file in its place in one step. It is ``/path.open``, beside the file of PyTorch's
-stores: programs have their process group meet in the same path, and a closed group that does must
-be told that this group is open.
+stores: programs have their process group meet in the same path. A closed group may try to meet
+there, too, under any prefix of its keys, and one of both must be told of the other. So the kind of
+an open group is also in PyTorch's file, as a record of PyTorch's format.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import queue
 import re
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -277,8 +279,8 @@ def _split(content: bytes) -> tuple[bytes, bytes]:
     return signature, content[_SIGNATURE_BYTES:]
 
 
-_OWN = b"weft/"
-"""Is in each key of a group; a process group has no such keys."""
+_LENGTH = struct.Struct("<I")
+"""Stands before each key and each value in the file of PyTorch's stores."""
 _OPEN_SUFFIX = ".open"
 """Follows the path of a store in the name of the file of an open group."""
 
@@ -335,13 +337,22 @@ class GroupFile(Store):
         return self._change(add_to)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Behaves like PyTorch's stores: a missing key equals the empty string."""
+        """Behaves like PyTorch's stores: a missing key equals the empty string.
+
+        Raises:
+            RendezvousError: The key is that of a group's kind, and PyTorch's file is damaged.
+        """
 
         def swap(values: dict[str, str]) -> str:
             if values.get(key, "") == _as_text(expected):
                 values[key] = _as_text(desired)
             return values.get(key, _as_text(expected))
 
+        if key.rpartition("/")[2] == joining.KIND:  # It is only ever set once.
+            with self._locked() as file:
+                kind = _kind_in(file, self.path, key, _as_bytes(_as_text(desired)))
+            self.set(key, kind)
+            return kind
         return _as_bytes(self._change(swap))
 
     def deleteKey(self, key: str) -> bool:
@@ -354,9 +365,7 @@ class GroupFile(Store):
     def _change(self, change: Callable[[dict[str, str]], T]) -> T:
         """Lets ``change`` read and change the values, and writes them if they are others then."""
         path = self.path + _OPEN_SUFFIX
-        with self._locked() as file:
-            if _OWN in os.pread(file, os.fstat(file).st_size, 0):
-                raise joining.mixed(joining.CLOSED)
+        with self._locked():
             values = _values_in(path)
             before = dict(values)
             result = change(values)
@@ -403,6 +412,39 @@ def _values_in(path: str) -> dict[str, str]:
         ) from error
 
 
+def _kind_in(file: int, path: str, key: str, kind: bytes) -> bytes:
+    """Returns the kind of a group in the file of PyTorch's stores; writes it if it is missing.
+
+    Args:
+        file: The file, which is locked.
+        path: Its path, for the error.
+        key: The key of the kind, with the prefix of the group.
+        kind: The kind of the group of this worker.
+
+    Raises:
+        RendezvousError: The file is damaged, or has something else in it.
+    """
+    content = os.pread(file, os.fstat(file).st_size, 0)
+    texts: list[bytes] = []
+    place = 0
+    while place + _LENGTH.size <= len(content):
+        (length,) = _LENGTH.unpack_from(content, place)
+        place += _LENGTH.size + length
+        texts.append(content[place - length : place])
+    if place != len(content) or len(texts) % 2:
+        raise RendezvousError(
+            f"the file {path!r} is no rendezvous store, or is damaged: a process was killed as it "
+            "wrote to it. Remove it, or choose another one"
+        )
+    name = b"/" + key.encode()
+    there = dict(zip(texts[::2], texts[1::2], strict=True)).get(name)
+    if there is None:
+        record = b"".join(_LENGTH.pack(len(each)) + each for each in (name, kind))
+        os.pwrite(file, record, len(content))  # In one step.
+        return kind
+    return there
+
+
 def _as_text(value: str | bytes) -> str:
     """Returns bytes as a text of one character each."""
     return (value.encode() if isinstance(value, str) else value).decode("latin-1")
@@ -444,11 +486,8 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     """
     method = init_method or "env://"
     _check_method(method)
-    if urlsplit(method).scheme == "file":
-        if world_size is None:
-            return _open_group_file(method, timeout_s)
-        if os.path.exists(urlsplit(method).path + _OPEN_SUFFIX):
-            raise joining.mixed(joining.OPEN)
+    if world_size is None and urlsplit(method).scheme == "file":
+        return _open_group_file(method, timeout_s)
     separator = "&" if "?" in method else "?"
     # Rank 0 must not wait here for all workers: it could not name the missing ones. Only a file
     # store needs the number of workers: the last worker removes the file.

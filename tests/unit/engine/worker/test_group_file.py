@@ -7,13 +7,15 @@ import gc
 import os
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
-from torchweft.engine.worker.rendezvous import GroupFile, open_store
+from torchweft.engine.protocol.registration import Registration
+from torchweft.engine.worker.rendezvous import GroupFile, SignedStore, enter, join, open_store
 from torchweft.errors import RendezvousError
 
 LIMIT_S = 5.0
@@ -45,19 +47,39 @@ def test_a_process_group_may_meet_in_the_same_file(tmp_path: Path) -> None:
     assert not ours.check(["theirs/1"])
 
 
-def test_a_closed_group_in_the_same_file_is_told(tmp_path: Path) -> None:
-    FileStore(str(tmp_path / "closed"), -1).set("weft/0/kind", "closed")
+@pytest.mark.parametrize("prefix", ["weft/0", "rpc_prefix_0"])
+def test_closed_and_open_groups_in_the_same_file_are_told_of_each_other(
+    tmp_path: Path, prefix: str
+) -> None:
+    def join_closed(path: Path, prefix: str) -> None:
+        store = SignedStore(PrefixStore(prefix, FileStore(str(path), -1)), None)
+        join(store, Registration("a", 0, ("unix:@x",)), 1, LIMIT_S, deque())
+
+    def join_open(path: Path, prefix: str) -> None:
+        store = SignedStore(
+            PrefixStore(prefix, open_store(f"file://{path}", 1, None, LIMIT_S)), None
+        )
+        enter(store, Registration("b", 1, ("unix:@x",)), LIMIT_S)
+
+    join_closed(tmp_path / "closed", prefix)
     with pytest.raises(RendezvousError, match=r"mixes statically.*is closed"):
-        GroupFile(str(tmp_path / "closed"), LIMIT_S).set("weft/0/ids", "1")
-    GroupFile(str(tmp_path / "open"), LIMIT_S).set("weft/0/ids", "1")
+        join_open(tmp_path / "closed", prefix)
+    join_open(tmp_path / "closed", "later")
+    join_open(tmp_path / "open", prefix)
     with pytest.raises(RendezvousError, match=r"mixes statically.*is open"):
-        open_store(f"file://{tmp_path}/open", 0, 2, LIMIT_S)
+        join_closed(tmp_path / "open", prefix)
+    join_open(tmp_path / "open", prefix)
+    join_closed(tmp_path / "open", "later")
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.open").write_text("this is no store\n")
     with pytest.raises(RendezvousError, match="no rendezvous store"):
         GroupFile(str(tmp_path / "text"), LIMIT_S).set("weft/0/ids", "1")
+    (tmp_path / "other").write_text("this is no store\n")
+    with pytest.raises(RendezvousError, match="no rendezvous store"):
+        GroupFile(str(tmp_path / "other"), LIMIT_S).compare_set("weft/0/kind", "", "open")
+    assert (tmp_path / "other").read_text() == "this is no store\n"
 
 
 def test_pytorch_reaches_every_operation(tmp_path: Path) -> None:
