@@ -115,6 +115,7 @@ class PendingCall(OpenCall):
 class Spins(IntEnum):
     """For what a thread spins before it sleeps: each kind adapts to its own waits."""
 
+    NEVER = -1
     ANSWERS = 0
     PASSES = 2
 
@@ -303,22 +304,24 @@ class OpenCalls:
         Returns:
             The decoded result, alone in a tuple; None if the outcome is in the call.
         """
-        link = peer.link
+        link, lease = peer.link, None
         is_usual = link is not None and link.serves and link.watcher is None
-        if is_usual and not (peer.unsent or call.watchers):
-            asked = self._ask_natively(peer, link, call, request, decodes)
-            if asked is None or type(asked) is tuple:
-                return asked
-            lease = asked or None
-            self._opened(peer, call, True)
-        else:
-            lease = self._waiter.lease((peer,))
-            self.ask(peer, call, request, may_block=lease is None)
-        if lease is not None:
-            try:
-                self._read(lease, peer, call)
-            finally:
-                lease.release()
+        spins = Spins.ANSWERS
+        try:
+            if is_usual and not (peer.unsent or call.watchers):
+                asked = self._ask_natively(peer, link, call, request, decodes)
+                if asked is None or type(asked) is tuple:
+                    return asked
+                lease, asked, spins = asked or None, None, Spins.NEVER
+                self._opened(peer, call, True)
+            else:
+                lease = self._waiter.lease((peer,))
+                self.ask(peer, call, request, may_block=lease is None)
+            if lease is not None:
+                self._read(lease, peer, call, spins)
+        finally:
+            if lease is not None:
+                lease.release()  # Else the link is unread for as long as a traceback lives.
         if not (call.frame or call.error or call.is_done):
             self._wait_for_others(call)
         return None
@@ -345,6 +348,7 @@ class OpenCalls:
             elif asked:
                 link.mend()  # It may be full.
         except BaseException:
+            asked = None  # Else the link is unread for as long as the traceback lives.
             self._client.withdraw(call)
             raise
         return asked
@@ -371,7 +375,13 @@ class OpenCalls:
             self._wait_for_others(call)
 
     def _read(
-        self, lease: Any, peer: Peer, call: PendingCall, *, may_complete: bool = True
+        self,
+        lease: Any,
+        peer: Peer,
+        call: PendingCall,
+        spins: Spins = Spins.ANSWERS,
+        *,
+        may_complete: bool = True,
     ) -> None:
         """Reads the answer of a call, and completes the call, unless that is left to others."""
         done = call._done
@@ -383,7 +393,7 @@ class OpenCalls:
         wanted = (_ANSWERS, call.number, call, left)
 
         is_there = self._waiter.read(
-            lease, wanted, Spins.ANSWERS, call.deadline_s, is_over, call.unfinished
+            lease, wanted, spins, call.deadline_s, is_over, call.unfinished
         )
         link, frame = peer.link, call.frame
         if is_there and link is not None and link.watcher is not None and frame is not None:
