@@ -148,6 +148,14 @@ PyObject *call_decode(PyObject *Py_UNUSED(module), PyObject *control)
     return is_usual ? made : PyObject_CallOneArg(library.decode_call, control);
 }
 
+bool call_is_plain(PyObject *control, Py_ssize_t start, Py_ssize_t end)
+{
+    const unsigned char *data = (unsigned char *)PyBytes_AS_STRING(control);
+    /* The flags of the first tensor stand behind its dtype. */
+    return (start == end || data[start] != PICKLE) &&
+           (end + 1 >= PyBytes_GET_SIZE(control) || !(data[end + 1] & ~STRIDED));
+}
+
 PyObject *call_value(PyObject *module, PyObject *control, Py_ssize_t start, Py_ssize_t end,
                      PyObject *const rest[3])
 {
@@ -189,7 +197,8 @@ PyObject *call_answer(PyObject *frame, PyObject *const rest[3])
         Py_RETURN_NOTIMPLEMENTED;
     memcpy(&head, PyBytes_AS_STRING(control), sizeof head);
     if (head.reference_count || head.message_id || head.context_id + 1 > 1 ||
-        head.payload_bytes > size - start)
+        head.payload_bytes > size - start ||
+        !call_is_plain(control, start, start + head.payload_bytes))
         Py_RETURN_NOTIMPLEMENTED;
     return call_value(NULL, control, start, start + head.payload_bytes, rest);
 }

@@ -36,7 +36,8 @@ static int make_names(void)
     library.answer = PyUnicode_InternFromString("answer");
     library.locked = PyUnicode_InternFromString("locked");
     library.frame = PyUnicode_InternFromString("frame");
-    return library.starts && library.answer && library.locked && library.frame ? 0 : -1;
+    library.requires_grad = PyUnicode_InternFromString("requires_grad");
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 static int find_parts(void)

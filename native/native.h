@@ -15,13 +15,14 @@ typedef struct {
     PyObject *tensor_type, *parameter_type, *strided_layout;
     PyObject *frame_type, *ordered_dict;
     PyObject *decode_call, *split_names; /* Plain twins. */
-    PyObject *starts, *answer, *locked, *frame; /* Names of attributes. */
+    PyObject *starts, *answer, *locked, *frame, *requires_grad; /* Names of attributes. */
     PyObject *has_modes;   /* Whether torch has modes or transforms, or traces. */
 } library_parts;
 
 extern library_parts library;
 
 enum { HEADER_BYTES = 16, CALL = 3, REPLY = 4 }; /* Of frames, and two kinds of them. */
+enum { STRIDED = 4, PICKLE = 0x80 }; /* A flag of a tensor, and the first byte of a pickle. */
 
 /* Returns whether a value, which may be NULL, is true, or -1; takes the reference. */
 static inline int is_true(PyObject *value)
@@ -53,6 +54,8 @@ _Static_assert(sizeof(call_head) == 48, "a compiler has put gaps into the head o
 
 /* Reads a head, and where its value begins and ends; returns whether it is well-formed and usual. */
 bool call_read_head(call_head *head, const void *data, Py_ssize_t size, Py_ssize_t *start, Py_ssize_t *end);
+/* Returns whether a value needs no pickle, and its first tensor no graph. */
+bool call_is_plain(PyObject *control, Py_ssize_t start, Py_ssize_t end);
 /* Returns the value of a payload from `start` to `end`, before its tensors; NotImplemented for all that
  * the plain twin has to look at or refuse. The rest: most tensors, `resolve` and `come_home`. */
 PyObject *call_value(PyObject *module, PyObject *control, Py_ssize_t start, Py_ssize_t end,

@@ -61,7 +61,8 @@ static bool read_call(usual_call *self, PyObject *const *server, PyObject *frame
     call_head *head = &self->head;
     if (!PyBytes_CheckExact(control) || (flags != 0 && flags != NAMED) ||
         !call_read_head(head, PyBytes_AS_STRING(control), PyBytes_GET_SIZE(control), &start, &end) ||
-        head->creation != NO_CREATION || head->message_id || head->context_id + 1 > 1)
+        head->creation != NO_CREATION || head->message_id || head->context_id + 1 > 1 ||
+        !call_is_plain(control, start, end))
         return false;
     self->number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame, 2));
     const char *text = PyBytes_AS_STRING(control) + sizeof *head;
@@ -83,7 +84,7 @@ static bool read_call(usual_call *self, PyObject *const *server, PyObject *frame
 /* Ends a call with what its function has returned, or with the error that it has raised. */
 static PyObject *answer(const usual_call *self, PyObject *const *server, PyObject *call, PyObject *result)
 {
-    PyObject *done, *frame;
+    PyObject *done, *frame = NULL;
     if (result == NULL) {
         PyObject *type, *error, *traceback;
         PyErr_Fetch(&type, &error, &traceback);
@@ -96,7 +97,9 @@ static PyObject *answer(const usual_call *self, PyObject *const *server, PyObjec
         Py_XDECREF(traceback);
         return done;
     }
-    frame = call_reply(NULL, self->number, self->head.context_id, result, server + RECEIVER);
+    bool is_tensor = (PyObject *)Py_TYPE(result) == library.tensor_type;
+    if (!is_tensor || is_true(PyObject_GetAttr(result, library.requires_grad)) == 0)
+        frame = call_reply(NULL, self->number, self->head.context_id, result, server + RECEIVER);
     if (frame != NULL && PyByteArray_CheckExact(frame)) {
         done = PyObject_CallMethodOneArg(call, library.answer, frame);
     } else {

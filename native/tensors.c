@@ -15,7 +15,7 @@
 
 #include <stdlib.h>
 
-enum { REQUIRES_GRAD = 1, PARAMETER = 2, STRIDED = 4, COMPUTED = 16 };
+enum { REQUIRES_GRAD = 1, PARAMETER = 2, COMPUTED = 16 };
 enum {
     MOST_DIMENSIONS = 8,
     HEAD_BYTES = 7,

@@ -292,6 +292,9 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     assert frame is not None
     is_usual = peer.server is not None and not shared_ranges
     if is_usual and native.serve_call(peer.server, call, frame):
+        link = peer.link
+        if link is not None:
+            link.expects_usual = link.serves
         return
     call.frame = None
     flags = frame.flags

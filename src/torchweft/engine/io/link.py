@@ -239,7 +239,9 @@ class Link:
         self.native: Any = None if is_plain else self._new_native(ring)
         self._has_ring = self.native is not None and ring is not None
         self.serves = self.native is not None and not self._keeps
-        """Whether calls that come alone may be served while it is read."""
+        """Whether calls that come alone may be served while it is read,"""
+        self.expects_usual = self.serves
+        """and whether the last message was such a call: other messages take longer so."""
         self._stream: Any = self.native or PlainStream(connection, self._keeps)
         self.claim: Callable[[], bool] = self._stream.claim
         """Takes the right to read, for a thread of the reactor; returns whether it was free."""

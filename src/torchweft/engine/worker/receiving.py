@@ -171,6 +171,7 @@ class Receiver:
                 if may_receive and may_serve and self._may_serve(peer, link):
                     try:
                         is_claimed = link.receive(may_block, may_spin, link.serving)
+                        link.expects_usual = not incoming
                     finally:
                         self._reactor.end_tasks()
                 elif may_receive:
@@ -286,7 +287,9 @@ class Receiver:
         If so, this thread counts as one that runs tasks: ``Reactor.end_tasks`` must follow.
         """
         reactor = self._reactor
-        if link.serving is None and peer.server is not None and link.serves:
+        if not link.expects_usual:
+            return False
+        if link.serving is None and peer.server is not None:
             fd, tasks = link.read_fd, reactor.tasks
             arms = link.handling, reactor.unarmed, reactor.leave_unarmed
             before = link.incoming, tasks.ready, reactor.urgent, self.watched, shared_ranges
