@@ -203,12 +203,27 @@ static PyObject *lease_wait(lease *self, PyObject *arguments)
     return outcome < ENDED ? NULL : PyLong_FromLong(outcome);
 }
 
+/* Takes the exception that is set; returns it as an object. */
+static PyObject *error_of_decoding(void)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+}
+
 /* Lease.ask(link, number, call, message, calls, rest): sends the message of a call, which stands in a
  * dict of calls, and looks for the answer for a moment. No signal handler runs meanwhile.
  *
  * Returns False if another thread reads the link, and nothing was sent; a lease if no answer has come.
- * Otherwise the call is no more in the dict. Then the result is a tuple of the value, or None if the
- * plain twin is to decode `call.frame`. `rest` is that of `call_value`, or empty for no value. */
+ * Otherwise the call is no more in the dict. Then the result is a tuple of the value; None if the
+ * plain twin is to decode `call.frame`; or an exception: that of a signal handler in Python code that
+ * decodes, or one that the plain twin meets again. `rest` is that of `call_value`, or empty for no
+ * value. */
 static PyObject *lease_ask(PyObject *type, PyObject *arguments)
 {
     PyObject *link, *number, *call, *message, *calls, *rest, *frame, *value, *done;
@@ -246,8 +261,8 @@ static PyObject *lease_ask(PyObject *type, PyObject *arguments)
     value = frame == NULL || !PyTuple_Check(frame) || PyTuple_GET_SIZE(frame) != 5
         ? NULL : call_answer(frame, &PyTuple_GET_ITEM(rest, 0));
     Py_XDECREF(frame);
-    if (value == NULL)
-        PyErr_Clear(); /* The plain twin meets it again. */
+    if (value == NULL && PyErr_Occurred())
+        return error_of_decoding();
     done = value == NULL || value == Py_NotImplemented ? Py_NewRef(Py_None) : PyTuple_Pack(1, value);
     Py_XDECREF(value);
     return done;

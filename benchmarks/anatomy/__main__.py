@@ -208,7 +208,7 @@ class _Silent:
 
     def __init__(self, peer: Peer) -> None:
         self.id, self.name, self.receiver, self.is_self = peer.id, peer.name, 1, False
-        self.lost = None
+        self.lost = self.server = None
         self.device_maps = peer.device_maps
         self.link = self
         self.served: dict[int, Call] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -111,7 +112,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "texts_per_s": options.batch * len(rewards) / seconds,
         "longest_update_s": max(updates),
         "median_batch_s": sorted(batches)[len(batches) // 2],
-        "published": published._asdict(),
+        "published": dataclasses.asdict(published),
     }
 
 

@@ -15,7 +15,8 @@ from torchweft.engine.wire.messages import PAYLOAD_LIMIT_BYTES
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
 from torchweft.native import native
-from torchweft.rpc import encoding, worker
+from torchweft.rpc import encoding, serving, worker
+from torchweft.rpc.serving import _MOST_USUAL
 from torchweft.rpc.worker import current_worker
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
@@ -66,11 +67,14 @@ def limit_payload(limit_bytes: int) -> None:
     messages.PAYLOAD_LIMIT_BYTES = limit_bytes
     encoding.encode_whole = encoding.plain_frame
     worker.native = None
+    serving._MOST_USUAL = 0
+    current_worker().usual.clear()
 
 
 def lift_limit() -> None:
     """Restores the limit, and the twin."""
     messages.PAYLOAD_LIMIT_BYTES, worker.native = PAYLOAD_LIMIT_BYTES, native
+    serving._MOST_USUAL = _MOST_USUAL
     if native is not None:
         encoding.encode_whole = native.encode_call
 

@@ -27,6 +27,7 @@ from torchweft.engine.codec.tensors import (
 )
 from torchweft.engine.codec.values import PICKLE, decode, refusal_of, unfolded_limit
 from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.engine.threads.thread_modes import (
     has_dispatch_modes,
     has_function_modes,
@@ -147,8 +148,10 @@ class Decoder:
             decodes = self._tensor_limit, self._resolve_value, self.take_home
             try:
                 value = native.decode_answer(frame, decodes)
-            except Exception:
-                value = NotImplemented  # The error comes again below.
+            except Exception as error:
+                if is_of_handler(error):
+                    raise
+                value = NotImplemented  # It comes again below.
             if value is not NotImplemented:
                 call.frame = None
                 return value

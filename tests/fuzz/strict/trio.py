@@ -70,6 +70,7 @@ class Way:
     read_fd = write_fd = -1
     is_free = is_broken = False
     watcher = native = None
+    serves = expects_usual = False
 
     def __init__(self, queue: deque[tuple[Way, bytes]] | None) -> None:
         self._queue = queue

@@ -457,7 +457,8 @@ class Agent:
     def close(self, limit_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Shuts down at once: ends connections and threads. Open calls fail with an error.
 
-        Threads that run user code which does not return are left behind, with a warning.
+        Functions that run here for others are told so by ``is_cancelled``. Threads that run user
+        code which does not return are left behind, with a warning.
 
         Args:
             limit_s: Seconds to wait for unwritten data and for threads.
@@ -472,6 +473,8 @@ class Agent:
         self.timers.close()
         gone = NotInitialized(f"worker {self.info.name!r} shut down before the answer came")
         self.calls.fail_all(gone)
+        for peer in list(self.peers.values()):
+            self.cancelling.peer_lost(peer)  # No caller gets a result any more.
         self._acceptor.close()
         self._connector.close()
         stuck = self.reactor.close(max(end_s - monotonic(), _LEAST_CLOSE_S))

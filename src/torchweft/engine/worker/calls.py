@@ -334,6 +334,9 @@ class OpenCalls:
         Returns:
             The decoded result, alone in a tuple; None if the answer is in the call; the right to
             read the link if none has come; or False if another thread reads it.
+
+        Raises:
+            BaseException: A signal handler has raised it while the result was decoded.
         """
         number = self._client.add(call)
         try:
@@ -345,7 +348,11 @@ class OpenCalls:
                 raise self._sender.failed(peer, error) from error
             if asked is False:
                 self._sender.write(peer, message)
-            elif asked:
+            elif isinstance(asked, BaseException):
+                if interrupts.is_of_handler(asked):
+                    raise asked
+                asked = None  # It comes again.
+            elif asked and type(asked) is not tuple:
                 link.mend()  # It may be full.
         except BaseException:
             asked = None  # Else the link is unread for as long as the traceback lives.

@@ -96,6 +96,21 @@ def test_an_unusual_answer_is_left_to_the_plain_twin(
     assert not calls
 
 
+def test_an_error_of_python_code_that_decodes_is_returned(end: End) -> None:
+    """A signal handler may have raised it."""
+    error = RuntimeError("the handler")
+
+    def resolve(name: bytes) -> object:
+        raise error
+
+    end.arrives(Kind.REPLY, 7, encode_reply(0, 0, (), encoded(len)[0]))
+    calls = {7: (call := Call())}
+    assert ask(end, calls, (9, resolve, refuse_home)) is error
+    assert call.frame is not None
+    assert not calls
+    assert not end.is_read
+
+
 def test_a_call_without_an_answer_yet_leaves_a_lease(end: End) -> None:
     calls = {7: (call := Call())}
     lease = ask(end, calls)
