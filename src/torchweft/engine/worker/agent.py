@@ -473,8 +473,7 @@ class Agent:
         self.timers.close()
         gone = NotInitialized(f"worker {self.info.name!r} shut down before the answer came")
         self.calls.fail_all(gone)
-        for peer in list(self.peers.values()):
-            self.cancelling.peer_lost(peer)  # No caller gets a result any more.
+        self.cancelling.worker_ends(list(self.peers.values()))
         self._acceptor.close()
         self._connector.close()
         stuck = self.reactor.close(max(end_s - monotonic(), _LEAST_CLOSE_S))

@@ -537,6 +537,11 @@ class Cancelling:
         """Cancels the calls of a lost worker."""
         self._act(self._server.caller_lost(peer))
 
+    def worker_ends(self, callers: Sequence[Peer]) -> None:
+        """Cancels the calls of all callers: none of them gets a result any more."""
+        for peer in callers:
+            self._act(self._server.caller_lost(peer))
+
     def _act(self, actions: list[CancelNested]) -> None:
         if actions:
             self._reactor.submit(self._cancel_nested)
