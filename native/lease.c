@@ -203,19 +203,6 @@ static PyObject *lease_wait(lease *self, PyObject *arguments)
     return outcome < ENDED ? NULL : PyLong_FromLong(outcome);
 }
 
-/* Takes the exception that is set; returns it as an object. */
-static PyObject *error_of_decoding(void)
-{
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback != NULL)
-        PyException_SetTraceback(error, traceback);
-    Py_XDECREF(type);
-    Py_XDECREF(traceback);
-    return error;
-}
-
 /* Lease.ask(link, number, call, message, calls, rest): sends the message of a call, which stands in a
  * dict of calls, and looks for the answer for a moment. No signal handler runs meanwhile.
  *
@@ -262,7 +249,7 @@ static PyObject *lease_ask(PyObject *type, PyObject *arguments)
         ? NULL : call_answer(frame, &PyTuple_GET_ITEM(rest, 0));
     Py_XDECREF(frame);
     if (value == NULL && PyErr_Occurred())
-        return error_of_decoding();
+        return take_error();
     done = value == NULL || value == Py_NotImplemented ? Py_NewRef(Py_None) : PyTuple_Pack(1, value);
     Py_XDECREF(value);
     return done;

@@ -3,6 +3,18 @@
 
 library_parts library;
 
+PyObject *take_error(void)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+}
+
 /* Finds the table of functions of a tensor class, of version 1; returns 0, or -1. */
 static int find_dlpack(PyObject *tensor_type)
 {

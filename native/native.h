@@ -32,6 +32,9 @@ static inline int is_true(PyObject *value)
     return found;
 }
 
+/* Takes the exception that is set; returns it as an object, with its traceback. */
+PyObject *take_error(void);
+
 int tensors_init(void);
 PyObject *tensors_set_dtype(PyObject *module, PyObject *arguments);
 /* Returns a new bytearray with `front` bytes for the caller to write, and a list of tensors behind

@@ -86,15 +86,9 @@ static PyObject *answer(const usual_call *self, PyObject *const *server, PyObjec
 {
     PyObject *done, *frame = NULL;
     if (result == NULL) {
-        PyObject *type, *error, *traceback;
-        PyErr_Fetch(&type, &error, &traceback);
-        PyErr_NormalizeException(&type, &error, &traceback);
-        if (traceback != NULL)
-            PyException_SetTraceback(error, traceback);
+        PyObject *error = take_error();
         done = PyObject_CallFunctionObjArgs(call, Py_None, error, NULL);
-        Py_XDECREF(type);
         Py_XDECREF(error);
-        Py_XDECREF(traceback);
         return done;
     }
     bool is_tensor = (PyObject *)Py_TYPE(result) == library.tensor_type;

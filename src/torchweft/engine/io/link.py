@@ -239,9 +239,9 @@ class Link:
         self.native: Any = None if is_plain else self._new_native(ring)
         self._has_ring = self.native is not None and ring is not None
         self.serves = self.native is not None and not self._keeps
-        """Whether calls that come alone may be served while it is read,"""
+        """Whether calls that come alone may be served while the link is read."""
         self.expects_usual = self.serves
-        """and whether the last message was such a call: other messages take longer so."""
+        """Whether to look for such calls: not after another message, which takes longer so."""
         self._stream: Any = self.native or PlainStream(connection, self._keeps)
         self.claim: Callable[[], bool] = self._stream.claim
         """Takes the right to read, for a thread of the reactor; returns whether it was free."""
@@ -356,8 +356,9 @@ class Link:
 
     def _write_rest_to_ring(self) -> bool:
         """Writes as room comes: its bell is for the thread that reads."""
-        sent, limit_s, looks = -1, 0.0, 0
-        while not self._stream.write(()):
+        end, sent, limit_s, looks = int(self._stream.position), -1, 0.0, 0
+        # ``write`` is true as well while another thread, such as the reader, writes the rest.
+        while not self._stream.write(()) or self.bytes_sent < end:
             if self.bytes_sent != sent:
                 sent, limit_s, looks = self.bytes_sent, time.monotonic() + SEND_PATIENCE_S, 0
             elif time.monotonic() > limit_s:
