@@ -18,6 +18,7 @@ from torch import Tensor
 
 import torchweft
 from torchweft import autograd, rpc
+from torchweft.errors import SerializationError
 
 RAISED = 150
 CALLS_OF_HANDLER = 400
@@ -55,6 +56,28 @@ def reference() -> None:
     assert rpc.remote("worker0", echo, args=(1,)).to_here() == 1
 
 
+def fail(reason: str) -> None:
+    raise KeyError(reason)
+
+
+def error() -> None:
+    try:
+        rpc.rpc_sync("worker0", fail, args=("no key",))
+    except KeyError as error:
+        assert error.args == ("no key",)
+    else:
+        raise AssertionError("the call did not fail")
+
+
+def refusal() -> None:
+    try:
+        rpc.rpc_sync("worker0", echo, args=([1, {"lock": threading.Lock()}],))
+    except SerializationError as error:
+        assert "args[0][1]['lock']" in str(error), error
+    else:
+        raise AssertionError("a lock was sent")
+
+
 def backward() -> None:
     with autograd.context() as context_id:
         x = torch.ones(2, requires_grad=True)
@@ -64,7 +87,16 @@ def backward() -> None:
 
 WORK: dict[str, Callable[[], None]] = {
     each.__name__: each
-    for each in (call, call_with_tensor, call_with_large, future, reference, backward)
+    for each in (
+        call,
+        call_with_tensor,
+        call_with_large,
+        future,
+        reference,
+        error,
+        refusal,
+        backward,
+    )
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.errors import SerializationError
 
 _DEPTH_LIMIT = 30
@@ -116,7 +117,9 @@ def _find(value: object, error: Exception, pack: _Pack) -> tuple[str, object, Ex
             break
         try:
             step, culprit, reason = next(_failing(parts, seen, pack))
-        except Exception:
+        except Exception as failure:
+            if is_of_handler(failure):
+                raise
             break  # All parts can be sent, or the object cannot be inspected: name the container.
         path, parts = path + step, _parts(culprit)
     return path or "value", culprit, reason
@@ -131,6 +134,8 @@ def _failing(
             try:
                 pack(part)
             except Exception as error:
+                if is_of_handler(error):
+                    raise
                 yield step, part, error
 
 
@@ -184,6 +189,8 @@ def slots_of(value: object) -> Iterator[_Part]:
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except Exception:
+    except Exception as error:
+        if is_of_handler(error):
+            raise
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."

@@ -40,6 +40,7 @@ from torchweft.engine.codec.tracebacks import (
     with_lines_from_here,
 )
 from torchweft.engine.codec.values import limit_of_repetition
+from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.errors import ProtocolError, RemoteError, WeftError
 
 _CHAIN_LIMIT = 64
@@ -183,6 +184,8 @@ def unpack_error(
             _assign(chain(error)[-1], "__cause__", RemoteTraceback("\n".join(places)))
         return error
     except Exception as failure:
+        if is_of_handler(failure):
+            raise
         return RemoteError(f"a remote error could not be read: {failure!r}")
 
 
@@ -210,7 +213,9 @@ def copy_as(kind: Any, error: BaseException) -> BaseException:
         native.__init__(copy, *arguments)
         for name, value in attributes.items():
             _assign(copy, name, list(value) if name == _NOTES else value)
-    except Exception:
+    except Exception as failure:
+        if is_of_handler(failure):
+            raise
         return error
     for name in ("__cause__", "__context__", "__suppress_context__"):
         _assign(copy, name, getattr(error, name))
@@ -349,7 +354,9 @@ class _Rebuilder:
             if not _is_exception_type(kind):
                 return None
             error = self._from_whole(record, kind) or self._from_parts(record, kind)
-        except Exception:
+        except Exception as failure:
+            if is_of_handler(failure):
+                raise
             return None
         is_right = isinstance(error, (Exception, *GROUPS))
         return error if is_right else None
@@ -359,7 +366,9 @@ class _Rebuilder:
             return None
         try:
             error = self._open(record.whole)
-        except Exception:
+        except Exception as failure:
+            if is_of_handler(failure):
+                raise
             return None
         return error if isinstance(error, BaseException) and type(error) is kind else None
 
@@ -386,8 +395,9 @@ class _Rebuilder:
                 if _is_exception_type(base):
                     error = base(text)
                     return error if isinstance(error, Exception) else None
-            except Exception:
-                continue
+            except Exception as failure:
+                if is_of_handler(failure):
+                    raise
         return None
 
     def _set(self, error: BaseException, name: str, blob: Any) -> None:
@@ -397,11 +407,15 @@ class _Rebuilder:
             value = self._open(blob)
             if name == _NOTES:
                 value = [with_lines_from_here(printable(note, LAYOUT)) for note in value]
-        except Exception:
+        except Exception as failure:
+            if is_of_handler(failure):
+                raise
             return
         try:
             _assign(error, name, value)
-        except Exception:  # a property without a setter
+        except Exception as failure:  # Such as of a property without a setter.
+            if is_of_handler(failure):
+                raise
             vars(error)[name] = value
 
     def _open(self, blob: Any) -> Any:
@@ -504,7 +518,9 @@ def as_runtime_error(error: BaseException) -> BaseException:
     try:
         kind: Any = type(error)
         return copy_as(_both(kind), error)
-    except Exception:
+    except Exception as failure:
+        if is_of_handler(failure):
+            raise
         return error
 
 

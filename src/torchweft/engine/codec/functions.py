@@ -23,6 +23,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
 from torchweft.arguments import did_you_mean
+from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.errors import UnknownFunction
 
 MAIN_MODULES = ("__main__", "__mp_main__")
@@ -156,6 +157,8 @@ def import_module(module: str, path: str) -> object:
     try:
         return load_module(module)
     except Exception as error:
+        if is_of_handler(error):
+            raise
         reason = f"importing the module fails with {type(error).__name__}: {error}"
         raise unknown(module, path, reason) from error
 

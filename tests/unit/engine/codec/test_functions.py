@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import signal
 import sys
 import threading
 import types
@@ -266,3 +267,26 @@ def test_functions_in_functions_have_no_name_unless_a_program_gives_them_one() -
         assert name_of(local, True) == b"tests.unit.engine.codec.importable:local"
     finally:
         del importable.local  # type: ignore[attr-defined]
+
+
+def test_an_error_of_a_signal_handler_during_an_import_arrives_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Alarm(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Alarm
+
+    def load(module: str) -> object:
+        signal.raise_signal(signal.SIGUSR1)
+        return sys.modules[module]
+
+    former = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(functions, "load_module", load)
+            with pytest.raises(Alarm):
+                functions.locate.__wrapped__(f"{HERE}:plain".encode())
+    finally:
+        signal.signal(signal.SIGUSR1, former)

@@ -47,6 +47,23 @@ def dial(member: Member) -> socket.socket:
     return connection
 
 
+@contextlib.contextmanager
+def vouchers_come_with_connections(first: Member, second: Member) -> Iterator[None]:
+    """Has ``second`` accept no connection of ``first`` before its voucher has arrived.
+
+    Otherwise a member's connection is a stranger's until then.
+    """
+    open_at = first.agent._connector._open_at
+
+    def open_unseen(*args: Any) -> socket.socket:
+        with second.agent._acceptor._lock:
+            return open_at(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first.agent._connector, "_open_at", open_unseen)
+        yield
+
+
 def ended_ones(strangers: list[socket.socket]) -> list[socket.socket]:
     """Returns the connections that the other side has closed, without waiting."""
     ended = []
@@ -80,12 +97,11 @@ def test_strangers_beyond_the_limit_turn_out_the_oldest(pair: list[Member]) -> N
         taken = second.agent._acceptor._strangers._open
         wait_until(lambda: len(ended_ones(strangers)) == 2 * STRANGERS)
         assert len(taken) == STRANGERS
-        # Members still get in. Over a Unix socket, one may be a stranger until its voucher comes.
-        first.agent.connect(first.peer(second))
+        with vouchers_come_with_connections(first, second):
+            first.agent.connect(first.peer(second))  # Members still get in.
         assert first.peer(second).lost is None
-        is_over_unix = isinstance(second.address, addresses.UnixAddress)
-        assert STRANGERS - is_over_unix <= len(taken) <= STRANGERS
-        assert 2 * STRANGERS <= len(ended_ones(strangers)) <= 2 * STRANGERS + is_over_unix
+        assert len(taken) == STRANGERS
+        assert len(ended_ones(strangers)) == 2 * STRANGERS
         oldest = next(iter(taken))
         with dial(second), dial(second):
             wait_until(lambda: oldest not in taken)
@@ -117,9 +133,8 @@ def test_strangers_that_go_slowly_occupy_no_more_threads_and_none_of_a_member(
         strangers = [stack.enter_context(dial(second)) for _ in range(5 * STRANGERS)]
         # Nobody serves those in the middle, and they are closed all the same.
         wait_until(lambda: set(strangers[STRANGERS:-STRANGERS]) <= set(ended_ones(strangers)))
-        if isinstance(second.address, addresses.UnixAddress):
-            may_end.set()  # Here a member's connection may come before its voucher.
-        first.agent.connect(first.peer(second))
+        with vouchers_come_with_connections(first, second):
+            first.agent.connect(first.peer(second))
         assert first.peer(second).lost is None
         may_end.set()
     wait_until(lambda: not running)
