@@ -60,22 +60,22 @@ def fail(reason: str) -> None:
     raise KeyError(reason)
 
 
-def error() -> None:
+def text_of_error(work: Callable[[], object]) -> str:
     try:
-        rpc.rpc_sync("worker0", fail, args=("no key",))
-    except KeyError as error:
-        assert error.args == ("no key",)
-    else:
-        raise AssertionError("the call did not fail")
+        work()
+    except (KeyError, SerializationError) as error:
+        return str(error)
+    return "no error"
+
+
+def error() -> None:
+    assert "no key" in text_of_error(lambda: rpc.rpc_sync("worker0", fail, args=("no key",)))
 
 
 def refusal() -> None:
-    try:
-        rpc.rpc_sync("worker0", echo, args=([1, {"lock": threading.Lock()}],))
-    except SerializationError as error:
-        assert "args[0][1]['lock']" in str(error), error
-    else:
-        raise AssertionError("a lock was sent")
+    parts = [1, {"lock": threading.Lock()}]
+    text = text_of_error(lambda: rpc.rpc_sync("worker0", echo, args=(parts,)))
+    assert "args[0][1]['lock']" in text, text
 
 
 def backward() -> None:
