@@ -319,6 +319,7 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         set_current_id(entered_id)
     current_call.set(call)  # Never reset: each task has a Python context of its own.
     worker.serving[get_ident()] = call
+    function: Any = None
     try:
         if is_local:
             values = worker.decoder.open_own(control, context_id)
@@ -341,14 +342,14 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         call(None, error)
     else:
         settle(worker, entered_id, function, result, call)
-        if name and not was_slow and name not in worker.usual:
-            _note_usual(worker, name, function)
     finally:
         worker.serving.pop(get_ident(), None)
         is_slow = time.monotonic() - began_s > SLOW_S
         if was_slow != is_slow:
             worker.slow.note(name, was_slow=was_slow)
             worker.usual.pop(name, None)
+        elif name and function is not None and not was_slow and name not in worker.usual:
+            _note_usual(worker, name, function)
 
 
 def _by_value(
