@@ -158,5 +158,5 @@ def fake_cuda(patch: pytest.MonkeyPatch, devices: Sequence[int] = (0,)) -> Itera
         patched.setattr(device_streams, "_number_of", lambda tensor: tensor.device)
         patched.setattr(device_streams, "_has_reported", False)
         # PyTorch's futures are real, and there is no GPU for them.
-        patched.setattr("torchweft.rpc.futures.native_devices", lambda numbers: [])
+        patched.setattr("torchweft.rpc.calls.native_devices", lambda numbers: [])
         yield fake

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 
-UNSET_TIMEOUT = -1.0
+UNSET_RPC_TIMEOUT = -1.0
 """Stands for the worker's default time limit."""
 
 _SHOWN_LENGTH = 60
@@ -81,7 +81,7 @@ def limit_of(timeout: Any, default_s: float) -> float:
     """Returns the time limit from an argument ``timeout``, in seconds; infinity for none.
 
     Args:
-        timeout: Seconds; 0 for no limit, ``UNSET_TIMEOUT`` for the default.
+        timeout: Seconds; 0 for no limit, ``UNSET_RPC_TIMEOUT`` for the default.
         default_s: The default.
 
     Raises:
@@ -89,7 +89,7 @@ def limit_of(timeout: Any, default_s: float) -> float:
         ConfigurationError: It is negative or NaN.
     """
     try:
-        if timeout == UNSET_TIMEOUT:
+        if timeout == UNSET_RPC_TIMEOUT:
             return default_s
         if timeout > 0:
             return timeout  # type: ignore[no-any-return]

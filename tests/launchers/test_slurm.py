@@ -10,7 +10,7 @@ from tests.contract.launchers.commands import (
     environment,
 )
 from tests.contract.launchers.slurm_cluster import SlurmCluster
-from torchweft.rpc.placement import first_of
+from torchweft.rpc.options import first_of
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -10,7 +10,7 @@ from tests.contract.processes.attacks import LIMIT_S
 from tests.free_encoder import pack_freely
 from torchweft.engine.codec.objects import Packed, _pickled
 from torchweft.engine.worker.current import current
-from torchweft.rpc import calls, encoding
+from torchweft.rpc import calls, codec
 from torchweft.rpc.worker import current_worker
 
 
@@ -32,13 +32,13 @@ def send_freely(to: str, value: Any) -> Any:
 
 def _send(to: str, value: Any, packer: Callable[[Any], Packed]) -> Any:
     worker, peer = current_worker(), current().find(to)
-    before = peer.pack, encoding.encode, encoding.encode_whole
+    before = peer.pack, codec.encode, codec.encode_whole
     peer.pack = packer
-    encoding.encode = encoding.encode_whole = lambda *_: None  # Leaves all values to the packer.
+    codec.encode = codec.encode_whole = lambda *_: None  # Leaves all values to the packer.
     try:
         return calls.call_and_wait(worker, peer, IDENTITY, (), {"value": value}, LIMIT_S)
     finally:
-        peer.pack, encoding.encode, encoding.encode_whole = before
+        peer.pack, codec.encode, codec.encode_whole = before
 
 
 IDENTITY = b"tests.contract.processes.functions:identity"

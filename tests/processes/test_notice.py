@@ -16,13 +16,13 @@ import importlib, os, signal, sys, time, types
 rpc = types.ModuleType("torchweft.rpc")  # not the real package: it would import torch
 rpc.__path__ = [sys.argv[1]]
 sys.modules["torchweft.rpc"] = rpc
-notice = importlib.import_module("torchweft.rpc.notice")
+joining = importlib.import_module("torchweft.rpc.joining")
 {before}
-notice.heed()
-print(notice.is_given(), flush=True)
-while not notice.is_given():
+joining.heed_notice()
+print(joining.is_notice_given(), flush=True)
+while not joining.is_notice_given():
     time.sleep(0.01)
-print(notice.is_given(), flush=True)
+print(joining.is_notice_given(), flush=True)
 signal.pause()
 """
 
@@ -66,8 +66,9 @@ def test_a_handler_of_the_program_stays(folder: Path) -> None:
 
 
 def test_processes_that_the_worker_has_forked_end(folder: Path) -> None:
-    fork = "os.fork() or (notice.heed(), os.kill(os.getpid(), signal.SIGTERM), os._exit(1))"
-    with start(folder, f"notice.heed(); {fork}; print(os.wait()[1], flush=True)") as process:
+    fork = "os.fork() or (heed(), os.kill(os.getpid(), signal.SIGTERM), os._exit(1))"
+    program = f"heed = joining.heed_notice; heed(); {fork}; print(os.wait()[1], flush=True)"
+    with start(folder, program) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
         process.kill()

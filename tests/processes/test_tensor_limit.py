@@ -15,7 +15,7 @@ from torchweft.engine.wire.messages import PAYLOAD_LIMIT_BYTES
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
 from torchweft.native import native
-from torchweft.rpc import encoding, serving, worker
+from torchweft.rpc import codec, serving, worker
 from torchweft.rpc.serving import _MOST_USUAL
 from torchweft.rpc.worker import current_worker
 
@@ -65,7 +65,7 @@ def limit_payload(limit_bytes: int) -> None:
     The limit of the twin in C is a constant; what exceeds that, it leaves to the plain twin.
     """
     messages.PAYLOAD_LIMIT_BYTES = limit_bytes
-    encoding.encode_whole = encoding.plain_frame
+    codec.encode_whole = codec.plain_frame
     worker.native = None
     serving._MOST_USUAL = 0
     current_worker().usual.clear()
@@ -76,7 +76,7 @@ def lift_limit() -> None:
     messages.PAYLOAD_LIMIT_BYTES, worker.native = PAYLOAD_LIMIT_BYTES, native
     serving._MOST_USUAL = _MOST_USUAL
     if native is not None:
-        encoding.encode_whole = native.encode_call
+        codec.encode_whole = native.encode_call
 
 
 @pytest.fixture(params=["worker0", "driver"])

@@ -31,7 +31,7 @@ from torchweft.engine.wire.messages import (
     encode_reply,
 )
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.rpc import encoding  # noqa: F401 (it tells the twin in C of torch's modes)
+from torchweft.rpc import codec  # noqa: F401 (it tells the twin in C of torch's modes)
 
 native = loading.native
 needs_native = pytest.mark.skipif(native is None, reason=loading.reason)

@@ -21,9 +21,9 @@ from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallTimeout, WeftError
 from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, functions, rpc_async, rpc_sync
-from torchweft.rpc.current_call import caller, check_types
-from torchweft.rpc.futures import ignore_errors
-from torchweft.rpc.health import info_of
+from torchweft.rpc.calls import ignore_errors
+from torchweft.rpc.observed import info_of
+from torchweft.rpc.serving import caller, check_types
 
 _Key = tuple[int, str]
 """Names a step or a close: the id of its worker, and a token that this worker has chosen."""

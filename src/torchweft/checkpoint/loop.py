@@ -16,7 +16,8 @@ from torchweft.checkpoint.restoring import restore
 from torchweft.checkpoint.saving import Workers, check_keep, save_async
 from torchweft.checkpoint.snapshots import Snapshot
 from torchweft.errors import ConfigurationError, SnapshotCorrupt
-from torchweft.rpc import UNSET_RPC_TIMEOUT, notice
+from torchweft.rpc import UNSET_RPC_TIMEOUT
+from torchweft.rpc.joining import is_notice_given
 
 _log = logging.getLogger("torchweft")
 RESTART_COUNT = "WEFT_RESTART_COUNT"
@@ -145,7 +146,7 @@ class resumable:
         for step in range(self.first_step, self._steps):
             yield step
             self._raise_earlier()
-            is_given_up = notice.is_given()
+            is_given_up = is_notice_given()
             if is_given_up or self._is_due(step + 1):
                 self._begin_save(step + 1)
             if is_given_up and step + 1 < self._steps:

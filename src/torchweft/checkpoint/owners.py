@@ -24,9 +24,9 @@ from torchweft.errors import CheckpointError, NotInitialized
 from torchweft.optim import DistributedOptimizer
 from torchweft.optim.distributed import run_on_owners
 from torchweft.rpc import RRef, functions, rpc_sync
-from torchweft.rpc.current_call import caller, check_types
-from torchweft.rpc.futures import OrderedFuture, fail
-from torchweft.rpc.health import info_of
+from torchweft.rpc.calls import OrderedFuture, fail
+from torchweft.rpc.observed import info_of
+from torchweft.rpc.serving import caller, check_types
 
 T = TypeVar("T")
 GIVE_UP_S = 5.0

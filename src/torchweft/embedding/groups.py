@@ -24,7 +24,7 @@ from torchweft.engine.protocol.registration import HOST
 from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
 from torchweft.rpc import RRef, expose, functions, get_worker_info, rpc_sync
-from torchweft.rpc.current_call import check_caller, check_types
+from torchweft.rpc.serving import check_caller, check_types
 
 Aggregate = Literal["host"] | Sequence[Sequence[str]] | None
 Groups = tuple[tuple[str, ...], ...]

@@ -25,8 +25,8 @@ from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
 from torchweft.rpc import RRef, expose, functions, get_worker_info
-from torchweft.rpc.current_call import check_types, serves_another_strictly
 from torchweft.rpc.observed import tell
+from torchweft.rpc.serving import check_types, serves_another_strictly
 
 NO_TRAINER = -1
 """In place of a trainer: a pull that servers do not count."""

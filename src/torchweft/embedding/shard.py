@@ -15,7 +15,7 @@ from torchweft.embedding.layout import Member, Stack
 from torchweft.embedding.rows import Bags, Entries, Part, pooled, put, summed, take
 from torchweft.embedding.rules import Rule
 from torchweft.engine.channels.memory import advise_huge_pages
-from torchweft.rpc.current_call import check_types
+from torchweft.rpc.serving import check_types
 
 _INTEGERS: Final = (torch.int32, torch.int64)
 _VALUE_PARTS: Final = 2

@@ -9,8 +9,8 @@ from torchweft.hybrid.plan import Dense, HybridPlan, PlacementError, TrainersDif
 from torchweft.hybrid.process_group import Choice, choose_backend, init_process_group
 from torchweft.hybrid.remote import RemoteHybridModel, norms_of_means
 from torchweft.hybrid.trainers import begun_for
-from torchweft.rpc.devices import Devices as Facts
-from torchweft.rpc.devices import find_devices as gather_facts
+from torchweft.rpc.observed import Devices as Facts
+from torchweft.rpc.observed import find_devices as gather_facts
 
 CALLABLES = (begun_for, measure, norms_of_means)
 """The functions that a strict worker names in ``RpcBackendOptions(callables=...)``, beside those of

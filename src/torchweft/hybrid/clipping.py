@@ -24,8 +24,8 @@ from torchweft.engine.threads.device_streams import Mark
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 from torchweft.optim.clipping import norm, norm_of
 from torchweft.rpc import functions, get_worker_info, on_worker_lost, rpc_async
-from torchweft.rpc.current_call import check_caller, check_types
-from torchweft.rpc.futures import OrderedFuture
+from torchweft.rpc.calls import OrderedFuture
+from torchweft.rpc.serving import check_caller, check_types
 
 Key = tuple[str, str, int]
 """Name of the tables, a token of this run, and how many norms were measured before."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from torchweft import checkpoint
-from torchweft.arguments import UNSET_TIMEOUT, kind_of, limit_of
+from torchweft.arguments import UNSET_RPC_TIMEOUT, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
 from torchweft.embedding import Cache, Dynamic, Jagged, Rule, Tables, Wire, recovery
 from torchweft.embedding.configs import Place
@@ -270,7 +270,7 @@ class HybridModel(nn.Module):
         wire: Wire = Wire(),  # noqa: B008  # immutable
         seed: int = 0,
         aggregate: Aggregate = None,
-        timeout: float = UNSET_TIMEOUT,
+        timeout: float = UNSET_RPC_TIMEOUT,
         comm_hook: Hook | None = None,
         comm_state: Any = None,
         **ddp: Any,

@@ -26,13 +26,13 @@ from pathlib import Path
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from torchweft.arguments import UNSET_TIMEOUT, limit_of
+from torchweft.arguments import UNSET_RPC_TIMEOUT, limit_of
 from torchweft.engine.io import addresses
 from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
 from torchweft.rpc import all_gather, get_worker_info
-from torchweft.rpc.devices import Devices as Facts
-from torchweft.rpc.devices import find_devices
+from torchweft.rpc.observed import Devices as Facts
+from torchweft.rpc.observed import find_devices
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def init_process_group(
     *,
     backend: str = "auto",
     device: str | None = None,
-    timeout: float = UNSET_TIMEOUT,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Choice:
     """Makes the default process group of ``torch.distributed`` for some workers. Blocks.
 

@@ -30,7 +30,7 @@ from torchweft.optim.distributed import raise_failures, run_on_owners
 from torchweft.optim.local import address_of
 from torchweft.optim.states import by_owner
 from torchweft.rpc import RRef
-from torchweft.rpc.current_call import check_types
+from torchweft.rpc.serving import check_types
 
 
 class RemoteHybridModel(nn.Module):

@@ -35,7 +35,7 @@ from torchweft.errors import (
 )
 from torchweft.hybrid.plan import TrainersDiffer
 from torchweft.rpc import Future, get_worker_info, rpc_async
-from torchweft.rpc.current_call import check_types
+from torchweft.rpc.serving import check_types
 
 _ASK_S = 5.0
 """How long the other trainers have to say how many collectives they have begun."""

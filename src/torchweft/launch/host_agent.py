@@ -40,7 +40,7 @@ SILENCE_S = 30.0
 _SECRET_NAME = "secret"
 _NOTICE_NAME = "notice"
 ENDING = "ending"
-"""Name of the file that exists once the launcher ends workers; see ``torchweft.rpc.notice``."""
+"""Name of the file that exists once the launcher ends workers; see ``torchweft.rpc.joining``."""
 
 
 class _Agent:

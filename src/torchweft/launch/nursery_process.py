@@ -168,7 +168,7 @@ class _Nursery:
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if "WEFT_NOTICE_FILE" in os.environ:
-            # SLURM signals all processes of a step; see torchweft.rpc.notice.
+            # SLURM signals all processes of a step; see torchweft.rpc.joining.
             signal.signal(signal.SIGTERM, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
 

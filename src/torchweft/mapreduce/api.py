@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from torchweft.arguments import check_type, limit_of
+from torchweft.arguments import UNSET_RPC_TIMEOUT, check_type, limit_of
 from torchweft.engine.codec.functions import UNWRAPPED
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.mapreduce.execution import MapCall, MapFuture
@@ -23,7 +23,6 @@ from torchweft.mapreduce.partitioners import (
 )
 from torchweft.mapreduce.plan import Manner
 from torchweft.mapreduce.reducers import Reducer, mean_reducer, sum_reducer
-from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 
 __all__ = [
     "TensorDimensionPartitioner",

@@ -54,8 +54,16 @@ from torchweft.mapreduce.schedule import (
     Start,
 )
 from torchweft.mapreduce.shared import NOTHING, Buffers, Changed, Outcome
-from torchweft.rpc.calls import create, start
-from torchweft.rpc.futures import Future, OrderedFuture, begin, fail, open_calls, wait_unseen
+from torchweft.rpc.calls import (
+    Future,
+    OrderedFuture,
+    begin,
+    create,
+    fail,
+    open_calls,
+    start,
+    wait_unseen,
+)
 from torchweft.rpc.worker import WORKER, Worker
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]

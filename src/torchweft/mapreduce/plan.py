@@ -26,7 +26,7 @@ from torchweft.mapreduce import trees
 from torchweft.mapreduce.partitioners import Cut, Error, Part, with_note
 from torchweft.mapreduce.shared import Buffers, Slot
 from torchweft.rpc import RRef
-from torchweft.rpc.functions import ASYNC_MARK
+from torchweft.rpc.serving import ASYNC_MARK
 from torchweft.rpc.worker import Worker
 
 _FOR_LEAVES = ("can't optimize a non-leaf Tensor", "Only Tensors created explicitly by the user")

@@ -25,11 +25,16 @@ from torchweft.engine.worker.calls import current_call
 from torchweft.engine.worker.tensor_messages import own_copy
 from torchweft.errors import ArgumentTypeError, CallCancelled
 from torchweft.mapreduce import trees
+from torchweft.rpc.api import RRef
 from torchweft.rpc.calls import start
-from torchweft.rpc.current_call import check_called, check_types, is_cancelled
-from torchweft.rpc.functions import ASYNC_MARK
-from torchweft.rpc.rref import RRef
-from torchweft.rpc.serving import WhenReady, owned
+from torchweft.rpc.serving import (
+    ASYNC_MARK,
+    WhenReady,
+    check_called,
+    check_types,
+    is_cancelled,
+    owned,
+)
 from torchweft.rpc.worker import current_worker
 
 _LOOK_S = 0.5

@@ -33,8 +33,7 @@ from torchweft.ids import WorkerInfo
 from torchweft.rpc import shutdown
 from torchweft.rpc.joining import INIT_METHOD_VARIABLE, NAME_VARIABLE, get_worker_info
 from torchweft.rpc.node import current_node
-from torchweft.rpc.options import from_tensorpipe
-from torchweft.rpc.placement import find
+from torchweft.rpc.options import find_placement, from_tensorpipe
 
 __all__ = [
     "WorldInfo",
@@ -186,7 +185,7 @@ def _variables() -> Mapping[str, str]:
     """Returns the environment, with ``RANK`` and so on where a launcher names them otherwise."""
     if "RANK" in os.environ:
         return os.environ
-    return {**os.environ, **find(os.environ).variables}
+    return {**os.environ, **find_placement(os.environ).variables}
 
 
 def _number(variable: str, default: int) -> int:

@@ -20,13 +20,15 @@ from torchweft.engine.worker.calls import current_call
 from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
-from torchweft.rpc.current_call import (
+from torchweft.rpc.serving import (
+    WhenReady,
     check_called,
     check_types,
+    method_of,
+    owned,
     refuse,
     serves_another_strictly,
 )
-from torchweft.rpc.serving import WhenReady, method_of, owned
 
 HOST = "cpu"
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._guards import TracingContext
 
-from torchweft.arguments import check_type, kind_of, wrong_type
+from torchweft.arguments import UNSET_RPC_TIMEOUT, check_type, kind_of, wrong_type
 from torchweft.engine.codec.functions import describe
 from torchweft.engine.codec.registry import has_callable_methods, rebuilds_plain
 from torchweft.engine.codec.tracebacks import shorten, without_own_frames
@@ -19,8 +19,7 @@ from torchweft.nn import owner
 from torchweft.nn.owner import Step
 from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
 from torchweft.rpc.calls import call_and_wait, use
-from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
-from torchweft.rpc.health import info_of
+from torchweft.rpc.observed import info_of
 from torchweft.rpc.worker import WORKER
 
 # The placement of a module: a worker, and a device there

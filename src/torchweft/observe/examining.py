@@ -33,9 +33,8 @@ from torchweft.errors import CallTimeout, ProtocolError
 from torchweft.native import native, reason
 from torchweft.observe.report import HostFacts, PairFacts, WorkerFacts, encode
 from torchweft.rpc.api import rpc_sync
-from torchweft.rpc.current_call import check_types
-from torchweft.rpc.devices import find_devices
-from torchweft.rpc.health import WorkerState, health_of
+from torchweft.rpc.observed import WorkerState, find_devices, health_of
+from torchweft.rpc.serving import check_types
 from torchweft.version import VERSION
 
 T = TypeVar("T")

@@ -64,11 +64,11 @@ from torchweft.observe.report import (
     Traffic,
     encode,
 )
-from torchweft.rpc.health import health_of
 from torchweft.rpc.observed import (
     TELLERS,
     Teller,
     function_of,
+    health_of,
     inwards,
     is_own,
     lines,

@@ -23,7 +23,7 @@ from torchweft.optim.distributed import raise_failures, run_on_owners
 from torchweft.optim.local import Address, address_of, value_at
 from torchweft.optim.states import by_owner, read_references
 from torchweft.rpc import RRef
-from torchweft.rpc.current_call import check_types
+from torchweft.rpc.serving import check_types
 
 _DIVISION_GUARD = 1e-6
 """The constant that torch adds to the norm before it divides by it."""

@@ -39,7 +39,7 @@ from torchweft.optim import local, states
 from torchweft.optim.local import Address, address_of, with_hooks
 from torchweft.optim.states import Group, Options, by_owner
 from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, rpc_async, rpc_sync
-from torchweft.rpc.health import info_of
+from torchweft.rpc.observed import info_of
 
 Arguments = tuple[Any, ...]
 

@@ -38,7 +38,7 @@ from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.optim.states import Options, Reference, StateDict, copied_to
 from torchweft.rpc import RRef
-from torchweft.rpc.current_call import (
+from torchweft.rpc.serving import (
     check_called,
     check_types,
     reference_in,

@@ -26,7 +26,7 @@ from torchweft.pipeline.runner import Assignment, Settings
 from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
 from torchweft.pipeline.wiring import BATCH, Take, pick
 from torchweft.rpc import Future, RRef, as_completed, get_worker_info, on, rpc_async
-from torchweft.rpc.futures import ignore_errors
+from torchweft.rpc.calls import ignore_errors
 
 _END_S = 5.0
 _numbers = shared_count(1)

@@ -30,7 +30,7 @@ from torchweft.pipeline.runner import START, Assignment, Runner, Start
 from torchweft.pipeline.streaming import ENTER, Entry, Reports, StreamRunner
 from torchweft.probe import clock_id
 from torchweft.rpc import RRef, functions, on
-from torchweft.rpc.futures import OrderedFuture
+from torchweft.rpc.calls import OrderedFuture
 
 Inputs = Mapping[int, Mapping[int, Sequence[Any]]]
 """By stage and micro-batch, what the stage takes of the batch."""

@@ -36,7 +36,7 @@ from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream, Table
 from torchweft.pipeline.stage import Leaves, Objective, StageRun
 from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe
 from torchweft.rpc import RRef, on_worker_lost
-from torchweft.rpc.ports import PORTS
+from torchweft.rpc.streams import PORTS
 from torchweft.rpc.worker import current_worker
 
 FORWARD, BACKWARD, COPIES = range(3)

@@ -16,7 +16,7 @@ from torchweft.errors import ConfigurationError
 from torchweft.rl.errors import WrongActions
 from torchweft.rl.policies import NUMBER, Decision, LocalPolicy
 from torchweft.rpc import RRef, expose, functions
-from torchweft.rpc.futures import Future
+from torchweft.rpc.calls import Future
 from torchweft.weights import Publisher, Subscriber
 
 LONGEST_WAIT_S = 0.1

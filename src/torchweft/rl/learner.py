@@ -39,7 +39,7 @@ from torchweft.rl.observer import Introduction, Observer, program_of
 from torchweft.rl.policies import Policy
 from torchweft.rl.trajectories import Collected, Trajectory
 from torchweft.rpc import RRef
-from torchweft.rpc.futures import ignore_errors
+from torchweft.rpc.calls import ignore_errors
 
 READY, BUSY, LATE, LOST = "ready", "busy", "late", "lost"
 Done = Callable[[Any, BaseException | None], None]

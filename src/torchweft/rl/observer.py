@@ -31,7 +31,7 @@ from torchweft.rl.errors import WrongActions, WrongObservations
 from torchweft.rl.policies import DECISIONS, NUMBER, STARTS, Decision, Policy
 from torchweft.rl.trajectories import Collected, Episode, Trajectory
 from torchweft.rpc import RRef, expose
-from torchweft.rpc.current_call import check_types, refuse, serves_another_strictly
+from torchweft.rpc.serving import check_types, refuse, serves_another_strictly
 
 
 @rebuilds_plain

@@ -4,30 +4,29 @@ The names and their meaning are those of ``torch.distributed.rpc``.
 """
 
 import importlib
+import sys
 from typing import Any
 
-from torchweft.arguments import did_you_mean
+from torchweft.arguments import UNSET_RPC_TIMEOUT, did_you_mean
 from torchweft.engine.codec.registry import expose, register
 from torchweft.ids import WorkerInfo
-from torchweft.rpc import constants, functions
+from torchweft.rpc import functions
+from torchweft.rpc import options as constants
 from torchweft.rpc.api import (
     Actors,
     OnValue,
     OnWorker,
+    RRef,
     actors,
-    as_completed,
     on,
     remote,
     rpc_all,
     rpc_async,
     rpc_sync,
 )
+from torchweft.rpc.calls import Future, as_completed
 from torchweft.rpc.collective import all_gather, barrier
-from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
-from torchweft.rpc.current_call import detached, is_cancelled, remaining_time
 from torchweft.rpc.functions import async_execution
-from torchweft.rpc.futures import Future
-from torchweft.rpc.health import WorkerHealth, WorkerState, health, on_worker_lost
 from torchweft.rpc.joining import (
     get_rpc_timeout,
     get_worker_info,
@@ -37,9 +36,18 @@ from torchweft.rpc.joining import (
     shutdown,
     traffic,
 )
-from torchweft.rpc.observed import CallStatus, ThreadStack, WorkerStacks, stacks
+from torchweft.rpc.observed import (
+    CallStatus,
+    ThreadStack,
+    WorkerHealth,
+    WorkerStacks,
+    WorkerState,
+    health,
+    on_worker_lost,
+    stacks,
+)
 from torchweft.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
-from torchweft.rpc.rref import RRef
+from torchweft.rpc.serving import detached, is_cancelled, remaining_time
 from torchweft.rpc.streams import Merged, Stream, merged, stream
 
 __all__ = [
@@ -92,6 +100,7 @@ __all__ = [
     "traffic",
 ]
 
+sys.modules[f"{__name__}.constants"] = constants
 PyRRef = RRef
 """The class that PyTorch's ``remote`` returns; Weft has one class of references."""
 

@@ -45,7 +45,7 @@ from torchweft.errors import (
     ConfigurationError,
     QueueFull,
 )
-from torchweft.rpc.current_call import TAKEN, remaining_time
+from torchweft.rpc.serving import TAKEN, remaining_time
 from torchweft.rpc.stacking import (
     BatchedCall,
     Entry,

@@ -1,4 +1,4 @@
-"""Makes calls of functions, and of the values behind references.
+"""Makes calls of functions, and of the values behind references; the futures of their results.
 
 Calls are events of PyTorch's profilers, named as PyTorch names them. An event belongs to the
 caller: only a profiler on the callee records what the callee does meanwhile. The event of
@@ -11,30 +11,44 @@ other thread: that is one look at a variable, and no function.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import enum
 import math
-from collections.abc import Callable, Sequence
+import queue
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextvars import Context, copy_context
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
-from torchweft.arguments import kind_of, limit_of, wrong_type
+from torchweft.arguments import UNSET_RPC_TIMEOUT, check_type, kind_of, limit_of, wrong_type
+from torchweft.engine.codec.exceptions import fresh_copy
 from torchweft.engine.codec.functions import text_of
+from torchweft.engine.codec.tracebacks import drop_frames, shorten
+from torchweft.engine.protocol import calls
 from torchweft.engine.protocol.calls import Subject, nest
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark
+from torchweft.engine.threads.reports import first_names
 from torchweft.engine.worker import current as of_process
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.calls import PendingCall, current_call
 from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.references import Handle
-from torchweft.errors import ArgumentTypeError, CallCancelled, WorkerLost
+from torchweft.errors import ArgumentTypeError, CallCancelled, CallTimeout, WorkerLost
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
-from torchweft.rpc.encoding import Request
-from torchweft.rpc.futures import Future
-from torchweft.rpc.worker import WORKER, Worker
+from torchweft.rpc.codec import Request
+from torchweft.rpc.serving import remaining_time
+from torchweft.rpc.worker import WORKER, Guard, Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Destination = str | int | WorkerInfo
 
@@ -344,3 +358,531 @@ def _event_name(function: Any) -> str:
     if isinstance(function, torch.jit.ScriptFunction):
         return str(torch._jit_internal._qualified_name(function))
     return str(getattr(function, "__qualname__", repr(function)))
+
+
+# Futures of remote calls: real ``torch.futures.Future`` objects that can be awaited as well.
+#
+# The GPU work of a future's readers waits for the work that still computes its result. PyTorch's
+# future does so itself, if it was made with the GPUs of its result. It records events when it is
+# completed, and each reader's streams wait for them. That also serves readers that know nothing of
+# Weft: ``torch.futures.wait_all``, and callbacks of C++. Three facts prevent a plain use of it.
+#
+# * A future is made before its result is known, and refuses a result on any other GPU. It cannot
+#   name all GPUs of the machine: a callback makes streams, and so a context, on each of them.
+# * PyTorch pickles a result to find its tensors, and drops a result that it cannot pickle.
+# * Most processes have not initialized CUDA when they make their first futures.
+#
+# So a future names the GPUs that have a context when it is made. A result that PyTorch could not
+# take is hidden from it, and ``OrderedFuture`` orders the work by a mark. Then only PyTorch's own
+# functions for several futures, which make new objects for the same futures, show the hidden
+# object.
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class OrderedFuture(torch.futures.Future[T]):
+    """A future that orders the work of its readers after the work of its maker.
+
+    Subclasses call ``begin`` in place of the constructor of PyTorch's future.
+    """
+
+    __slots__ = ()
+
+    # No slots: only processes that use GPUs set them.
+    _devices: Sequence[int] = ()
+    """The GPUs on which PyTorch's future orders the work."""
+    _mark: Mark | None = None
+    """Where PyTorch's future does not: the end of the work that computes the result."""
+
+    def __init__(self) -> None:
+        begin(self)
+
+    def set_result(self, result: T) -> None:
+        """Completes the future with a result, which the current streams may still compute."""
+        if device_streams.HAS_CUDA:
+            result = self._shown(result)
+        torch._C.Future.set_result(self, result)
+
+    def _shown(self, result: Any) -> Any:
+        """Returns the object to complete PyTorch's future with."""
+        if self._devices and is_shown(result, self._devices):
+            return result
+        self._mark = device_streams.mark()
+        return Hidden(result) if self._devices else result
+
+    def set_exception(self, error: BaseException) -> None:  # type: ignore[override]
+        """Completes the future with an error; each waiter raises a copy of the error."""
+        fail(self, error)
+
+    def wait(self) -> T:
+        """Blocks until the future is done; returns its result, or raises its error."""
+        value = cast("T", torch._C.Future.wait(self))
+        return self._ordered(value) if device_streams.HAS_CUDA else value
+
+    def value(self) -> T:
+        """Returns the result of a future that is done, or raises its error."""
+        if self._devices and self.done():
+            return OrderedFuture.wait(self)  # PyTorch's ``value`` orders nothing.
+        value = cast("T", torch._C.Future.value(self))
+        return self._ordered(value) if device_streams.HAS_CUDA else value
+
+    def _ordered(self, value: Any) -> Any:
+        value = content_of(value)
+        device_streams.use(self._mark, value)
+        return value
+
+    def then(self, callback: Callable[[Self], S]) -> torch.futures.Future[S]:
+        """Calls ``callback`` with this future when it is done; returns a future of its result.
+
+        The callback has the context variables and the grad mode of the code that adds it. So its
+        calls belong to the autograd context that is open there.
+        """
+        self._watch()
+        return chained(self, as_here(callback))
+
+    # For ``asyncio.wait``, which asks these of the futures that it is given
+
+    def add_done_callback(self, callback: Callable[[Self], None]) -> None:
+        """Calls ``callback`` with this future when it is done, as ``then`` does.
+
+        It runs on a thread of the worker. A callback of asyncio itself runs on its event loop, as
+        only that thread may use it.
+        """
+        self._watch()
+        loop = asyncio._get_running_loop()
+        if loop is not None and str(getattr(callback, "__module__", "")).startswith("asyncio."):
+            of_asyncio = _OnLoop(loop, callback)
+            self.__dict__.setdefault("_on_loops", []).append(of_asyncio)
+            torch._C.Future.add_done_callback(self, of_asyncio)
+        else:
+            torch._C.Future.add_done_callback(self, as_here(callback))
+
+    def _watch(self) -> None:
+        """Notes that an error needs no report, as it will be looked at."""
+
+    def remove_done_callback(self, callback: Callable[[Any], None]) -> int:
+        """Takes back a callback of asyncio; returns how many there were. Others remain."""
+        callbacks: list[_OnLoop] = self.__dict__.get("_on_loops", [])
+        removed = [each for each in callbacks if each.callback == callback]
+        for each in removed:
+            each.callback = None
+            callbacks.remove(each)
+        return len(removed)
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a future that is done; None if it has a result.
+
+        Raises:
+            asyncio.InvalidStateError: It is not done.
+        """
+        if not self.done():
+            raise asyncio.InvalidStateError("the future is not done")
+        try:
+            self.value()
+        except BaseException as error:
+            return error
+        return None
+
+    def cancelled(self) -> bool:
+        """Returns whether it ended because it was cancelled."""
+        return self.done() and isinstance(self.exception(), CallCancelled)
+
+
+def as_here(callback: Callable[[Any], S]) -> Callable[[Any], S]:
+    """Returns a callback that has this code's context variables and grad mode, on any thread.
+
+    Raises:
+        ArgumentTypeError: It is no function.
+    """
+    if not callable(callback):
+        raise ArgumentTypeError(
+            f"incompatible function arguments: the callback of a future is {kind_of(callback)}; "
+            "pass a function that takes the future"
+        )
+    variables, is_grad_enabled = copy_context(), torch.is_grad_enabled()
+
+    def run(done: Any) -> S:
+        with torch.set_grad_enabled(is_grad_enabled):
+            return variables.run(callback, done)
+
+    return run
+
+
+class _OnLoop:
+    """A callback that runs on the event loop on whose thread it was added."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, callback: Callable[[Any], None] | None
+    ) -> None:
+        self._loop = loop
+        self.callback = callback
+
+    def __call__(self, done: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._run, done)
+        except RuntimeError:  # The loop has been closed: nobody waits there any more.
+            if not self._loop.is_closed():
+                raise
+
+    def _run(self, done: object) -> None:
+        if self.callback is not None:
+            self.callback(done)
+
+
+def wait_unseen(future: torch.futures.Future[T]) -> T:
+    """Returns what ``wait`` of any future returns, but does not count as a look at an error."""
+    if isinstance(future, OrderedFuture):
+        return cast("T", OrderedFuture.wait(future))
+    return cast("T", torch._C.Future.wait(future))
+
+
+def begin(future: OrderedFuture[Any]) -> None:
+    """Makes the part of a future that is PyTorch's."""
+    if device_streams.HAS_CUDA:
+        numbers = device_streams.devices()
+        if numbers:
+            future._devices = numbers
+            torch._C.Future.__init__(future, native_devices(numbers))
+            return
+    torch._C.Future.__init__(future, [])
+
+
+def native_devices(numbers: Sequence[int]) -> list[torch.device]:
+    """Returns GPUs as PyTorch names them."""
+    return [torch.device("cuda", number) for number in numbers]
+
+
+def chained(future: OrderedFuture[Any], callback: Callable[[Any], S]) -> torch.futures.Future[S]:
+    """Does what PyTorch's ``then`` does, with a child that is ordered and has our ``then``."""
+    child: OrderedFuture[S] = OrderedFuture()
+
+    def run(_: object) -> None:
+        try:
+            result = callback(future)
+        except BaseException as error:
+            # The type and text of PyTorch's own futures.
+            text = f"Got the following error when running the callback: {type(error).__name__}: "
+            failure = RuntimeError(text + str(error))
+            failure.__cause__ = error
+            fail(child, failure)
+            return
+        if device_streams.HAS_CUDA and not child._devices:
+            # CUDA was initialized meanwhile, if at all. Readers of the child that know nothing of
+            # marks need a result that is complete.
+            device_streams.finish()
+        child.set_result(result)
+
+    torch._C.Future.add_done_callback(future, run)
+    return child
+
+
+# What PyTorch's futures are completed with
+
+
+class Hidden:
+    """A result that PyTorch is not to look into."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, ()  # PyTorch pickles it to find tensors.
+
+    def __repr__(self) -> str:
+        return (
+            f"<a result of type {type(self.content).__name__}; read it from the future that the "
+            "call returned: collect_all and wait_all of torch.futures cannot>"
+        )
+
+
+def content_of(value: Any) -> Any:
+    """Returns the result that a future was completed with."""
+    return value.content if type(value) is Hidden else value
+
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_CONTAINERS = frozenset({tuple, list, set, frozenset})
+
+
+def is_shown(value: Any, devices: Sequence[int]) -> bool:
+    """Whether PyTorch finds all tensors of a value by itself, and they are on the given GPUs."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return True
+    if isinstance(value, Tensor):
+        if not value.is_cuda:
+            return True
+        # PyTorch asks sparse tensors for their indices, which only coalesced ones tell.
+        is_plain = value.layout is torch.strided or (value.is_sparse and value.is_coalesced())
+        return is_plain and value.device.index in devices
+    if kind in _CONTAINERS:
+        return all(is_shown(each, devices) for each in value)
+    if kind is dict:
+        return all(is_shown(each, devices) for both in value.items() for each in both)
+    if isinstance(value, Handle):
+        return True  # It tells PyTorch that it has no tensors.
+    try:
+        extract: Any = torch._jit_internal._extract_tensors
+        found = extract(value)
+    except Exception:  # It cannot be pickled, or this version of PyTorch does it in another way.
+        return False
+    return all(is_shown(each, devices) for each in found)
+
+
+def fail(
+    future: torch.futures.Future[Any], error: BaseException, guard: Guard | None = None
+) -> None:
+    """Completes any future with an error; each waiter raises a copy of the error.
+
+    Args:
+        future: The future.
+        error: The error.
+        guard: Is told when the value of the future is read.
+    """
+    drop_frames(error)
+    future._set_unwrap_func(partial(_raise_copy, guard))
+    future.set_result(error)
+
+
+def _raise_copy(guard: Guard | None, held: Any) -> None:
+    """Raises a copy of the error that a future holds, when the value of the future is read."""
+    if guard is not None:
+        guard.was_seen = True
+    try:
+        raise fresh_copy(content_of(held))
+    except BaseException as copy:
+        BaseException.with_traceback(copy, None)  # The traceback begins at the read.
+        raise
+
+
+class Future(OrderedFuture[T]):
+    """The result of a remote call, which may still be running.
+
+    Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``;
+    callbacks run on a thread of the worker. Works with ``await`` and ``asyncio.wait``. Thread-safe.
+    """
+
+    # Thousands may wait at a time: a dictionary in each would make garbage collection long.
+    __slots__ = ("_call", "_guard", "_variables", "_worker", "is_watched", "kept")
+
+    def __init__(self, worker: Worker, call: PendingCall) -> None:
+        if device_streams.HAS_CUDA:
+            begin(self)
+        else:
+            torch._C.Future.__init__(self, [])
+        self._worker = worker
+        self._call = call
+        self.kept: object = None
+        """An object that must live until the call has ended."""
+        self.is_watched = False
+        """Whether an error needs no report even if the value is never read."""
+        self._guard: Guard | None = None
+        self._variables: Context | None = copy_context()
+        """The context variables of the code that made the call; callbacks have them as well."""
+        call.on_done = self._complete
+
+    @property
+    def worker_name(self) -> str:
+        """Name of the worker that was called."""
+        return self._call.worker_name
+
+    def _complete(self, call: PendingCall) -> None:
+        """Completes the future; after an interrupt another thread calls this again."""
+        if call.on_done is None:
+            if not self.done():
+                self._fail(calls.interrupted(call))
+            return
+        call.on_done = None  # Breaks a cycle: the garbage collector does not traverse futures.
+        call.kept = None
+        call.parent = None
+        # Callbacks belong to the autograd context and the served call of the code that made this
+        # call, also those of PyTorch's own futures, as of ``collect_all``.
+        variables, self._variables = self._variables, None
+        assert variables is not None
+        try:
+            result = variables.run(self._worker.result_of, call)
+        except BaseException as error:
+            variables.run(self._fail, error)
+        else:
+            variables.run(self.set_result, result)
+
+    def _fail(self, error: BaseException) -> None:
+        guard = None if self.is_watched else self._worker.unseen.guard(error, self._call)
+        self._guard = guard
+        if guard is not None and self.is_watched:  # just now, before there was a guard
+            guard.was_seen = True
+        fail(self, error, guard)
+
+    def _watch(self) -> None:
+        self.is_watched = True
+        guard = self._guard
+        if guard is not None:
+            guard.was_seen = True
+
+    def wait(self) -> T:
+        """Blocks until the call has ended, at most its timeout; returns its result.
+
+        The waiting thread reads the answer itself where it can, which saves a thread switch.
+
+        Raises:
+            CallTimeout: There was no answer in time.
+            WorkerLost: The callee was lost.
+            Exception: The error of the remote function.
+        """
+        try:
+            if not self.done():
+                self._worker.agent.calls.wait(self._call, may_complete=not self.is_watched)
+            value = cast("T", torch._C.Future.wait(self))
+            return self._ordered(value) if device_streams.HAS_CUDA else value
+        except Exception as error:
+            shorten(error)
+            raise
+
+    def value(self) -> T:
+        """Returns the result of a call that has ended.
+
+        Raises:
+            Exception: As ``wait``.
+        """
+        try:
+            if device_streams.HAS_CUDA:
+                return OrderedFuture.value(self)
+            return cast("T", torch._C.Future.value(self))
+        except Exception as error:
+            shorten(error)
+            raise
+
+    def cancel(self) -> bool:
+        """Cancels the call: the future fails with ``CallCancelled``, and the callee is told.
+
+        A function that has not started will not start. ``asyncio.CancelledError`` is raised in an
+        ``async def``. Any other function runs on and may query
+        ``torchweft.rpc.is_cancelled``; its calls end or are refused, and its result is discarded.
+
+        Returns:
+            Whether the call was still open.
+        """
+        call = self._call
+        self._watch()
+        error = CallCancelled("the call was cancelled by its caller", worker=call.worker_name)
+        return self._worker.agent.calls.cancel(call, error)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake(_: object) -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        self._watch()
+        torch._C.Future.add_done_callback(self, _OnLoop(loop, wake))
+        waiter.add_done_callback(lambda ended: ended.cancelled() and self.cancel())
+        yield from waiter.__await__()
+        return self.value()
+
+
+def open_calls(futures: Iterable[object]) -> list[PendingCall]:
+    """Returns the open calls of those futures that stand for calls; see ``Reactor.waiting``."""
+    found = [each for each in futures if isinstance(each, Future) and not each.done()]
+    return [each._call for each in found]
+
+
+def ignore_errors(future: Future[Any]) -> None:
+    """Suppresses the error report of a best-effort call."""
+    future._watch()
+
+
+# Several futures
+
+AnyFuture = TypeVar("AnyFuture", bound=torch.futures.Future[Any])
+
+
+def as_completed(futures: Iterable[AnyFuture], timeout: float = 0.0) -> Iterator[AnyFuture]:
+    """Returns an iterator that yields each future as soon as it is done, failed or not.
+
+    The iterator blocks while none is done. ``wait`` of a future that it yields returns at once,
+    and raises the error of a call that failed. Each future is yielded once. Thread-safe; several
+    iterators may go over the same futures.
+
+    Args:
+        futures: Futures of calls, or any ``torch.futures.Future``.
+        timeout: Seconds from now until all are done; 0 for no limit. Calls end by themselves
+            after their own timeout. In a function that another worker has called, at most as long
+            as its caller waits.
+
+    Raises:
+        CallTimeout: The time is up; names the workers whose calls have not ended. Raised by the
+            iterator, which has yielded all futures done by then. The calls go on.
+        ArgumentTypeError: An element of ``futures`` is not a future.
+
+    Example::
+
+        futures = [rpc.rpc_async(worker, score, args=(batch,)) for worker in workers]
+        for future in rpc.as_completed(futures):
+            scores.append(future.wait())
+    """
+    pending = {id(future): future for future in _checked_futures(futures)}
+    limit_s = min(timeout if timeout > 0 else math.inf, remaining_time())
+    done: queue.SimpleQueue[AnyFuture] = queue.SimpleQueue()
+    for future in pending.values():
+        # Bypasses Weft's class: being told of the end does not count as looking at the error.
+        torch._C.Future.add_done_callback(future, done.put)
+    return _yielded(pending, done, monotonic(), limit_s)
+
+
+def _checked_futures(futures: Iterable[AnyFuture]) -> list[AnyFuture]:
+    if isinstance(futures, torch.futures.Future) or not isinstance(futures, Iterable):
+        raise wrong_type("futures", futures, "pass several futures, as a list")
+    found = list(futures)
+    for future in found:
+        check_type(future, torch.futures.Future, "an element of futures", "what rpc_async returns")
+    return found
+
+
+def _yielded(
+    pending: dict[int, AnyFuture],
+    done: queue.SimpleQueue[AnyFuture],
+    began_s: float,
+    limit_s: float,
+) -> Iterator[AnyFuture]:
+    while pending:
+        future = next_done(done, began_s + limit_s, lambda: open_calls(pending.copy().values()))
+        if future is None:
+            raise _timed_out(list(pending.values()), limit_s)
+        yield pending.pop(id(future))
+
+
+def next_done(
+    done: queue.SimpleQueue[T], deadline_s: float, calls: Callable[[], Sequence[PendingCall]]
+) -> T | None:
+    """Returns the next of what is done, or None at the deadline. Blocks, and is counted as such.
+
+    Args:
+        done: Gets what is done.
+        deadline_s: By the clock of ``time.monotonic``.
+        calls: Returns the open calls of which any lets this thread go on; for reports.
+    """
+    with contextlib.suppress(queue.Empty):
+        return done.get_nowait()
+    waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if of_process.is_set():
+        waiting = of_process.current().reactor.waiting(calls, needs_any=True)
+    left_s = deadline_s - monotonic()
+    with waiting, contextlib.suppress(queue.Empty):
+        return done.get(timeout=None if math.isinf(left_s) else max(left_s, 0.0))
+    return None
+
+
+def _timed_out(pending: Sequence[torch.futures.Future[Any]], limit_s: float) -> CallTimeout:
+    workers = [future.worker_name for future in pending if isinstance(future, Future)]
+    on = f": on {first_names(workers)}" if workers else ""
+    calls = "1 call has" if len(pending) == 1 else f"{len(pending)} calls have"
+    return CallTimeout(
+        f"{calls} not ended within {limit_s:.1f} s{on}",
+        worker=workers[0] if workers else "",
+        elapsed_s=limit_s,
+    )

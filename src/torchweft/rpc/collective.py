@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from torchweft.arguments import limit_of
+from torchweft.arguments import UNSET_RPC_TIMEOUT, limit_of
 from torchweft.engine.codec.registry import rebuilds_plain, remotely_callable
 from torchweft.engine.codec.tracebacks import without_own_frames
 from torchweft.engine.protocol.observing import GATHERING, Wait
@@ -36,9 +36,8 @@ from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallError, CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.rpc.api import rpc_async, rpc_sync
-from torchweft.rpc.calls import Destination
-from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
-from torchweft.rpc.current_call import (
+from torchweft.rpc.calls import Destination, Future, ignore_errors
+from torchweft.rpc.serving import (
     caller,
     check_types,
     detached,
@@ -46,7 +45,6 @@ from torchweft.rpc.current_call import (
     remaining_time,
     strict_caller,
 )
-from torchweft.rpc.futures import Future, ignore_errors
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from torchweft.deferred import import_name
+from torchweft.rpc.serving import ASYNC_MARK
 
 if TYPE_CHECKING:
     from torchweft.rpc.batching import BatchStatistics, batch_statistics, batched, expect_calls
@@ -17,9 +18,6 @@ __all__ = ["BatchStatistics", "async_execution", "batch_statistics", "batched", 
 
 P = ParamSpec("P")
 T = TypeVar("T")
-ASYNC_MARK = "_wrapped_async_rpc_function"
-"""The attribute by which a function is known that ``async_execution`` has marked."""
-
 _OF_BATCHES = frozenset(__all__) - {"async_execution"}
 """Imported by programs that batch calls."""
 

@@ -1,4 +1,4 @@
-"""What a worker tells of itself: the stacks of its threads, its calls, and all that observers ask.
+"""What a worker tells of itself, its threads, calls and devices, and of the other workers.
 
 Most workers are never observed, so ``torchweft.rpc`` does not import the modules for observers. A
 thread that may wait imports them: not the reader of a connection, and not a signal handler.
@@ -11,6 +11,7 @@ code holds the interpreter lock, a signal still works: its handler walks the sta
 from __future__ import annotations
 
 import contextlib
+import enum
 import faulthandler
 import hashlib
 import importlib
@@ -18,22 +19,30 @@ import json
 import linecache
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
+from torch import distributed
+
 from torchweft import knobs
 from torchweft.engine.protocol.calls import ServedCall, SimpleRequest, function_name
+from torchweft.engine.protocol.numbers import Tombstones
 from torchweft.engine.protocol.observing import NumberTable
+from torchweft.engine.protocol.registration import ENDED_LIMIT
 from torchweft.engine.threads.interrupts import all_stacks
 from torchweft.engine.threads.reactor import Reactor
+from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.wire.frames import Buffer, Frame, encode_frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker import current as current_agent
-from torchweft.engine.worker.agent import Slot
+from torchweft.engine.worker.agent import Agent, Slot
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
@@ -47,7 +56,7 @@ from torchweft.errors import (
 )
 from torchweft.free_threading import shared_count
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.decoding import decode_call
+from torchweft.rpc.codec import decode_call
 from torchweft.rpc.worker import WORKER, Worker
 
 _MOST_FRAMES = 100
@@ -474,3 +483,191 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         os.kill(os.getpid(), number)
         return
     agent.slots[OBSERVED].dump_soon("SIGQUIT asks for it", True)
+
+
+# The other workers: which of them live, their health, and callbacks for their loss
+
+
+class WorkerState(enum.Enum):
+    """State of another worker, as seen from this worker."""
+
+    SELF = "this worker"
+    UNUSED = "no connection yet"
+    CONNECTED = "connected"
+    SILENT = "silent"
+    """Its machine has not answered for half of ``detection_time``."""
+    RECONNECTING = "reconnecting"
+    """The connection broke, and is being made again."""
+    LOST = "lost"
+
+
+class WorkerHealth(NamedTuple):
+    """Health of one worker, as seen from this worker.
+
+    Attributes:
+        worker: Name and rank.
+        state: The worker's state.
+        silence_s: Seconds since the worker or its machine was last heard; 0 if its end would be
+            noticed at once, as on this host, or if there is no connection.
+        error: Time and cause of the worker's loss; None if it is not lost.
+    """
+
+    worker: WorkerInfo
+    state: WorkerState
+    silence_s: float
+    error: WorkerLost | None
+
+    def __str__(self) -> str:
+        text = f"{self.worker.name} (rank {self.worker.id}): {self.state.value}"
+        if self.error is not None:
+            clock = time.strftime("%H:%M:%S", time.localtime(self.error.since))
+            return f"{text} since {clock}: {self.error.cause}"
+        return f"{text} for {self.silence_s:.1f} s" if self.silence_s >= 1 else text
+
+
+def health() -> list[WorkerHealth]:
+    """Returns the health of all known workers, by rank; sends nothing, never blocks.
+
+    Includes lost workers until another worker takes their name; excludes departed workers.
+    """
+    agent = current()
+    peers = sorted(agent.members.known(), key=lambda peer: peer.info.id)
+    return [health_of(agent, peer) for peer in peers]
+
+
+def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]:
+    """Calls ``callback`` with the error of each lost worker, once each.
+
+    It runs on a thread of this worker, after all waits for the lost worker have failed; at once
+    for workers that are lost already, unless another worker has their name now. Its errors are
+    logged. It also runs for a worker that leaves an open group gracefully: the ``cause`` is
+    ``"left the group"``.
+
+    Args:
+        callback: Is called with a ``WorkerLost``, whose ``worker`` is the name.
+
+    Returns:
+        A function that removes the callback.
+
+    Raises:
+        NotInitialized: This process is in no group.
+    """
+    agent = current()
+    replaced = agent.members.replaced()
+    told = Tombstones(ENDED_LIMIT)
+    lock = threading.Lock()
+
+    def tell(peer: Peer) -> None:
+        # Race: a worker lost during the registration is found by both ways below.
+        with lock:
+            is_news = peer.id not in replaced and peer.id not in told
+            told.add(peer.id)
+        if is_news:
+            try:
+                callback(peer.lost_error())
+            except BaseException:
+                log_exception("a callback for the loss of worker %r failed", peer.name)
+
+    agent.on_lost(tell)
+    for peer in list(agent.peers.values()):
+        if peer.lost is not None:
+            agent.reactor.submit(lambda lost, _: tell(lost), peer)
+    return lambda: agent.off_lost(tell)
+
+
+def health_of(agent: Agent, peer: Peer) -> WorkerHealth:
+    """Returns the health of one worker; see ``health``."""
+    if peer.is_self:
+        return WorkerHealth(peer.info, WorkerState.SELF, 0.0, None)
+    if peer.lost is not None:
+        return WorkerHealth(peer.info, WorkerState.LOST, 0.0, peer.lost_error())
+    link = peer.link
+    if link is None:
+        return WorkerHealth(peer.info, WorkerState.UNUSED, 0.0, None)
+    silence_s = agent.links.silence_s(peer)
+    state = WorkerState.CONNECTED
+    if link.is_broken:
+        state = WorkerState.RECONNECTING
+    elif silence_s > agent.links.patience.detection_s / 2:
+        state = WorkerState.SILENT
+    return WorkerHealth(peer.info, state, silence_s, None)
+
+
+def info_of(worker: int) -> WorkerInfo:
+    """Returns the ``WorkerInfo`` of the worker with an id, as long as it lives.
+
+    An id names one life of a worker; a later life may reuse name and rank.
+
+    Raises:
+        WorkerLost: The worker is lost. Another life of it may have its name by now.
+    """
+    peer = current().peers[worker]
+    if peer.lost is not None:
+        raise peer.lost_error()
+    return peer.info
+
+
+# Which devices, networks and back ends of collectives a worker has
+
+_ARPHRD_INFINIBAND = "32"
+_ACTIVE = "4: ACTIVE"
+
+
+class Devices(NamedTuple):
+    """What one worker has.
+
+    Attributes:
+        host: Name of its host.
+        device: The device that it trains on: ``"cpu"`` or ``"cuda:0"``.
+        backends: The back ends that its PyTorch has: of ``gloo``, ``nccl`` and ``mpi``.
+        has_infiniband: Whether a port of InfiniBand is active.
+        has_ip_over_infiniband: Whether a network interface runs over InfiniBand.
+    """
+
+    host: str
+    device: str = "cpu"
+    backends: tuple[str, ...] = ("gloo",)
+    has_infiniband: bool = False
+    has_ip_over_infiniband: bool = False
+
+
+def find_devices(device: str | None = None, sys: Path = Path("/sys")) -> Devices:
+    """Returns the devices of this worker; does not start CUDA.
+
+    Args:
+        device: The device that it trains on; by default the GPU that is current, if there is one.
+        sys: Where the kernel shows its devices.
+    """
+    if device is None:
+        is_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        number = torch.cuda.current_device() if is_started else 0
+        device = f"cuda:{number}" if torch.cuda.is_available() else "cpu"
+    built = {
+        "gloo": distributed.is_gloo_available(),
+        "nccl": distributed.is_nccl_available(),
+        "mpi": distributed.is_mpi_available(),
+    }
+    return Devices(
+        socket.gethostname(),
+        device,
+        tuple(name for name, is_there in built.items() if is_there),
+        any(_texts(sys, "class/infiniband/*/ports/*/state", _ACTIVE)),
+        _has_ip_over_infiniband(sys),
+    )
+
+
+def _texts(sys: Path, pattern: str, wanted: str) -> Iterator[Path]:
+    """Yields the files whose content is as wanted."""
+    for path in sys.glob(pattern):
+        try:
+            if path.read_text().strip() == wanted:
+                yield path
+        except OSError:
+            continue  # Some files of the kernel cannot be read by all users.
+
+
+def _has_ip_over_infiniband(sys: Path) -> bool:
+    for path in _texts(sys, "class/net/*/type", _ARPHRD_INFINIBAND):
+        if any(_texts(path.parent, "operstate", "up")):
+            return True
+    return False

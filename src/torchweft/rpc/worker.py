@@ -1,4 +1,4 @@
-"""One worker's calls, references, tensors and graphs, its answers, and who watches its calls.
+"""One worker's calls, references, tensors and graphs, its coroutines, and who watches its calls.
 
 A worker has a tuple of watchers (counters, traces, spans), which is usually empty. Each step of a
 call looks whether there are any, and tells them. A call that has begun before somebody watches has
@@ -7,32 +7,41 @@ no notes, and is told of without them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
+import types
+import weakref
 from asyncio import CancelledError
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from torchweft import knobs
 from torchweft.autograd.codec import PassName
-from torchweft.autograd.contexts import Contexts
+from torchweft.autograd.contexts import Contexts, set_current_id
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.outside import Arrivals
-from torchweft.engine.codec.exceptions import pack_error
+from torchweft.engine.codec.exceptions import pack_error, shown
 from torchweft.engine.codec.objects import Packed
 from torchweft.engine.codec.reading import TRUSTING, Reader
 from torchweft.engine.codec.tensors import shared_ranges
 from torchweft.engine.codec.values import no_home
 from torchweft.engine.protocol.backward import Progress
-from torchweft.engine.protocol.calls import AnsweredCall, ServedCall, SlowFunctions
+from torchweft.engine.protocol.calls import AnsweredCall, ServedCall, SlowFunctions, function_name
 from torchweft.engine.protocol.sessions import Outgoing
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Attached, Mark, ServedStreams, arguments_of
 from torchweft.engine.threads.reports import log_exception
-from torchweft.engine.wire.frames import Buffer, encode_frame
+from torchweft.engine.threads.thread_modes import THREADS, Modes, take_away, tidy
+from torchweft.engine.wire.frames import Buffer, Frame, encode_frame
 from torchweft.engine.wire.messages import (
     ERROR_REPLY,
     NO_CONTEXTS,
@@ -51,13 +60,10 @@ from torchweft.engine.worker.tensor_messages import (
     local_frame,
     reply_by_tables,
 )
-from torchweft.errors import NotInitialized, SerializationError
+from torchweft.errors import CallCancelled, CallRefused, NotInitialized, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
-from torchweft.rpc.coroutines import CoroutineRunner
-from torchweft.rpc.decoding import Decoder
-from torchweft.rpc.encoding import Encoder
-from torchweft.rpc.unseen import UnseenErrors
+from torchweft.rpc.codec import Decoder, Encoder
 
 
 class Watcher:
@@ -354,3 +360,422 @@ def current_worker() -> Worker:
         NotInitialized: This process is not a worker.
     """
     return current().slots[WORKER]
+
+
+# Runs remotely called ``async def`` functions on one event loop of the worker.
+
+T = TypeVar("T")
+
+_log = logging.getLogger("torchweft")
+
+OnDone = Callable[[Any, BaseException | None], None]
+"""Takes the result or the error of a coroutine."""
+
+
+class CoroutineRunner:
+    """An event loop in a thread of its own, started when it is first needed.
+
+    Args:
+        name: Name of the thread.
+        streams: The streams of the worker; the thread has one of its own on each GPU.
+    """
+
+    def __init__(self, name: str, streams: ServedStreams | None = None) -> None:
+        self._name = name
+        self._streams = Attached(ServedStreams() if streams is None else streams)
+        self._lock = threading.RLock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        context_id: int,
+        on_done: OnDone,
+    ) -> Callable[[], None]:
+        """Runs ``coroutine`` in an autograd context; ``on_done`` gets its result or its error.
+
+        Returns:
+            A function that cancels the coroutine, from any thread, without blocking.
+
+        Raises:
+            CallRefused: The worker is shutting down.
+            RuntimeError: The system cannot start a thread now.
+        """
+        try:
+            with self._lock:  # A coroutine scheduled before ``close`` is at least cancelled.
+                loop = self._started()
+                running = _Running(loop, coroutine, context_id, on_done, self._streams)
+                loop.call_soon_threadsafe(running.start)
+                return running.cancel
+        except BaseException:
+            coroutine.close()
+            raise
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._is_closed:
+            raise CallRefused("the worker is shutting down; it starts no coroutine")
+        if self._loop is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(
+                target=self._serve, args=(loop,), name=self._name, daemon=True
+            )
+            try:
+                thread.start()
+            except BaseException:  # A later call may find room for a thread.
+                loop.close()
+                raise
+            self._loop, self._thread = loop, thread
+        return self._loop
+
+    def frames(self) -> list[tuple[str, list[FrameType]]]:
+        """Returns the names and frames of the coroutines that have not ended."""
+        loop = self._loop
+        if loop is None:
+            return []
+        return [
+            (
+                f"{self._name} {task.get_name()}",
+                _frames_of(task.get_coro()) + _frames_of(_driven.get(task)),
+            )
+            for task in asyncio.all_tasks(loop)
+        ]
+
+    def close(self, limit_s: float) -> None:
+        """Cancels all coroutines and ends the thread, unless a coroutine blocks it.
+
+        Args:
+            limit_s: Seconds to wait for the thread.
+        """
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop, self._thread, self._is_closed = None, None, True
+            if loop is None or thread is None:
+                return
+            loop.call_soon_threadsafe(loop.stop)
+        thread.join(limit_s)
+        if thread.is_alive():
+            _log.warning("a coroutine blocks thread %r at shutdown", self._name)
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs the loop until ``close``, then until the remaining tasks are cancelled.
+
+        A task or callback that a function started may end the loop by ``SystemExit`` or
+        ``KeyboardInterrupt``, or stop it. The loop remains usable, and goes on.
+        """
+        THREADS.follow()
+        self._streams.renew()
+        try:
+            while True:
+                _go_on(loop.run_forever)
+                if self._is_closed:
+                    break
+            while not _go_on(lambda: loop.run_until_complete(_cancel_others())):
+                pass
+        finally:
+            self._streams.close()
+            loop.close()
+
+
+def _go_on(run: Callable[[], object]) -> bool:
+    """Runs a loop; returns False if an exception ended it."""
+    try:
+        run()
+    except BaseException:
+        log_exception(
+            "a task or callback of an async function tried to end the worker's event loop"
+        )
+        return False
+    return True
+
+
+def _frames_of(awaiting: Any) -> list[FrameType]:
+    """Returns the frames of a coroutine and of the awaitables below it, outermost first."""
+    frames = []
+    while awaiting is not None:
+        frame = getattr(awaiting, "cr_frame", None) or getattr(awaiting, "gi_frame", None)
+        if frame is None:
+            break
+        frames.append(frame)
+        awaiting = getattr(awaiting, "cr_await", None) or getattr(awaiting, "gi_yieldfrom", None)
+    return frames
+
+
+_driven: weakref.WeakKeyDictionary[asyncio.Task[None], Coroutine[Any, Any, Any]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The coroutine of each task of ``_Running``, which ``_in_context`` drives step by step."""
+
+
+@types.coroutine
+def _in_context(coroutine: Coroutine[Any, Any, T], context_id: int) -> Generator[Any, Any, T]:
+    """Awaits a coroutine in an autograd context, which its task keeps from then on.
+
+    PyTorch's modes belong to the thread, on which other coroutines run in between. So this
+    coroutine's modes are taken off the thread while it is suspended.
+    """
+    set_current_id(context_id)
+    step: Callable[[Any], Any] = coroutine.send
+    argument: Any = None
+    modes: Modes | None = None
+    while True:
+        others = take_away()  # Modes left by tasks that coroutines have started.
+        if modes is not None:
+            modes.put_back()
+        try:
+            awaited = step(argument)
+            modes = take_away()
+        except BaseException as error:
+            tidy()
+            if isinstance(error, StopIteration):
+                result: T = error.value
+                return result
+            raise
+        finally:
+            if others is not None:
+                others.put_back()
+        try:
+            argument, step = (yield awaited), coroutine.send
+        except BaseException as error:
+            argument, step = error, coroutine.throw
+
+
+class _Running:
+    """A coroutine on the loop; reports its outcome once, even if it never starts."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Coroutine[Any, Any, Any],
+        context_id: int,
+        on_done: OnDone,
+        streams: Attached,
+    ) -> None:
+        self._loop = loop
+        self._coroutine = coroutine
+        self._context_id = context_id
+        self._on_done: OnDone | None = on_done
+        self._task: asyncio.Task[None] | None = None
+        self._streams = streams
+        self._given: Sequence[Any] = ()
+        self._mark: Mark | None = None
+        if device_streams.HAS_CUDA:
+            self._mark = device_streams.mark()
+            if self._mark is not None:
+                self._given = device_streams.tensors_on_devices(arguments_of(coroutine))
+
+    def start(self) -> None:
+        if device_streams.HAS_CUDA:
+            self._streams.renew()
+            device_streams.use(self._mark, self._given)
+            self._given = ()
+        self._task = self._loop.create_task(self._run())
+        _driven[self._task] = self._coroutine
+        self._task.add_done_callback(self._ended)
+
+    def cancel(self) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed, and has cancelled the task.
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        assert self._task is not None, "it was started before, on the same loop"
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            result = await _in_context(self._coroutine, self._context_id)
+        except BaseException as error:
+            self._report(None, error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        else:
+            self._report(result, None)
+
+    def _ended(self, _: object) -> None:
+        """Reports a task that was cancelled before its first step."""
+        self._coroutine.close()
+        self._report(None, asyncio.CancelledError())
+
+    def _report(self, result: Any, error: BaseException | None) -> None:
+        on_done, self._on_done = self._on_done, None
+        if on_done is not None:
+            if device_streams.HAS_CUDA:
+                self._streams.publish()
+            on_done(result, error)
+
+
+async def _cancel_others() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+# Reports errors that the program never looked at: logged once, at the caller.
+#
+# A failed call has a *guard*, held by the call's future or by the value that could not be made.
+# Looking at the error disarms the guard. A guard that is finalized while armed queues its report,
+# and a task writes the log. Guards still armed at shutdown report then. Calls that succeed have no
+# guard, so they pay nothing.
+#
+# Only the owner of a value knows whether a worker asked for it; the creator does not. So the owner
+# has the guard, and sends the report to the creator in a ``FAILED`` message.
+
+_log = logging.getLogger("torchweft")
+
+_QUEUE_LIMIT = 1000
+_SHOWN_LIMIT = 20
+_CALL = "the call of {} on worker {!r} failed, and its result was never looked at"
+_VALUE = "a remote() call on worker {!r} failed, and its reference was never used"
+_UNTOLD = (CallCancelled, NotInitialized)
+"""Not reported: the program itself cancelled the call, or shut its worker down."""
+
+
+class Report(NamedTuple):
+    """An error that the program has not looked at.
+
+    Attributes:
+        text: Names the failed call.
+        error: The error; bytes if another worker sent it or is to get it.
+        creator: The worker that is to be told; None for this worker.
+    """
+
+    text: str
+    error: BaseException | bytes
+    creator: Peer | None = None
+
+
+class Guard:
+    """Reports an error when finalized, unless the error was looked at.
+
+    Args:
+        report: What to report.
+        enqueue: Takes the report; called by the finalizer.
+    """
+
+    __slots__ = ("__weakref__", "_enqueue", "_report", "was_seen")
+
+    def __init__(self, report: Report, enqueue: Callable[[Report], None]) -> None:
+        self.was_seen = False
+        self._report = report
+        self._enqueue = enqueue
+
+    def trip(self) -> None:
+        """Reports the error at most once, unless it was looked at."""
+        if not self.was_seen:
+            self.was_seen = True
+            self._enqueue(self._report)
+
+    __del__ = trip
+
+
+class UnseenErrors:
+    """The guards of one worker, and the queue of their reports. Thread-safe.
+
+    Args:
+        agent: Its agent.
+        references: Calls ``before_flush``, which sends the reports for creators first.
+        unpack_error: Decodes the error of another worker.
+        pack_error: Packs an error in a form that a worker can read.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        references: ReferenceKeeper,
+        unpack_error: Callable[[bytes], BaseException],
+        pack_error: Callable[[Peer, BaseException], bytes],
+    ) -> None:
+        self._agent = agent
+        self._unpack_error = unpack_error
+        self._pack_error = pack_error
+        self._lock = threading.RLock()
+        self._guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+        self._failed: deque[Report] = deque(maxlen=_QUEUE_LIMIT)
+        self._untold: deque[Report] = deque()
+        agent.receiver.on(Kind.FAILED, self._on_message, inline=True)
+        references.before_flush = self._tell_creators
+        self._timer = agent.timers.add(self.tick)
+
+    def guard(self, error: BaseException, call: PendingCall) -> Guard | None:
+        """Returns a guard for the error of this worker's call; None if it needs no report."""
+        if isinstance(error, _UNTOLD):
+            return None
+        name = function_name(call.function)
+        return self._keep(Report(_CALL.format(name, call.worker_name), error))
+
+    def guard_value(self, error: BaseException, creator: Peer) -> Guard | None:
+        """Returns a guard for a value that could not be made for ``creator``, or None."""
+        if isinstance(error, _UNTOLD):
+            return None
+        if creator.is_self:
+            return self._keep(Report(_VALUE.format(creator.name), error))
+        return self._keep(Report("", self._pack_error(creator, error), creator))
+
+    def _keep(self, report: Report) -> Guard:
+        guard = Guard(report, self._enqueue)
+        with self._lock:
+            self._guards.add(guard)
+        return guard
+
+    def _enqueue(self, report: Report) -> None:
+        """Queues a report; called by finalizers."""
+        (self._failed if report.creator is None else self._untold).append(report)
+        self._timer.wake_by(0.0)
+
+    def _on_message(self, peer: Peer, frame: Frame) -> None:
+        self._failed.append(Report(_VALUE.format(peer.name), bytes(frame.control)))
+        self._agent.reactor.submit_task(self._log_task)
+
+    def _tell_creators(self) -> None:
+        """Sends the reports for creators, before the messages that end their references."""
+        for _, content, creator in _taken(self._untold):
+            assert creator is not None
+            assert isinstance(content, bytes)
+            try:
+                self._agent.sender.post(creator, encode_frame(Kind.FAILED, 0, 0, content))
+            except Exception:  # The other reports, and the references behind them, go out.
+                log_exception("an error could not be reported to worker %r", creator.name)
+
+    def tick(self, now_s: float) -> float:
+        """Empties the queues; a job of the timers."""
+        self._tell_creators()
+        if self._failed:
+            # As a task: the program's logging handlers may block.
+            self._agent.reactor.submit_task(self._log_task)
+        return math.inf
+
+    def close(self) -> None:
+        """Reports the errors not looked at so far, because this worker leaves."""
+        with self._lock:
+            guards = list(self._guards)
+        for guard in guards:
+            guard.trip()
+        self._log_task(None, None)
+
+    def _log_task(self, _: object, __: object) -> None:
+        _log_all(list(_taken(self._failed)), self._unpack_error)
+
+
+def _taken(queue: deque[Report]) -> Iterator[Report]:
+    """Empties a queue from which other threads take as well."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield queue.popleft()
+
+
+def _log_all(reports: Iterable[Report], read: Callable[[bytes], BaseException]) -> None:
+    """Logs reports; merges equal reports."""
+    errors: dict[tuple[str, str], BaseException] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for text, error, _ in reports:
+        known = read(error) if isinstance(error, bytes) else error
+        key = (text, shown(known))
+        errors.setdefault(key, known)
+        counts[key] += 1
+    for key in list(errors)[:_SHOWN_LIMIT]:
+        times = f" ({counts[key]} times)" if counts[key] > 1 else ""
+        _log.error("%s%s", key[0], times, exc_info=errors[key])
+    if len(errors) > _SHOWN_LIMIT:
+        _log.error("%d more failed calls were never looked at", len(errors) - _SHOWN_LIMIT)

@@ -29,8 +29,8 @@ from torchweft.errors import (
     SerializationError,
 )
 from torchweft.rpc import RRef, detached, expose, rpc_async
-from torchweft.rpc.current_call import caller, check_caller, check_types
-from torchweft.rpc.futures import Future
+from torchweft.rpc.calls import Future
+from torchweft.rpc.serving import caller, check_caller, check_types
 from torchweft.weights import delta
 from torchweft.weights.layout import Layout, Source, check_same, check_shared, layout_of, tensors_of
 from torchweft.weights.versions import Offer, Offers, Version

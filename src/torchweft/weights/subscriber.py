@@ -20,7 +20,7 @@ from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.current import current
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.rpc import RRef, on_worker_lost
-from torchweft.rpc.futures import Future, ignore_errors
+from torchweft.rpc.calls import Future, ignore_errors
 from torchweft.rpc.worker import current_worker
 from torchweft.weights import delta
 from torchweft.weights.delta import DeltaError

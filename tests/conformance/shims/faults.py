@@ -37,9 +37,8 @@ from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.references import ReferenceKeeper
 from torchweft.errors import CallError, CallTimeout
 from torchweft.ids import ReferenceId
-from torchweft.rpc.calls import BACKWARD_FROM, FETCH
-from torchweft.rpc.encoding import Request
-from torchweft.rpc.futures import fail
+from torchweft.rpc.calls import BACKWARD_FROM, FETCH, fail
+from torchweft.rpc.codec import Request
 from torchweft.rpc.worker import Worker
 
 _RESEND_S = 0.05

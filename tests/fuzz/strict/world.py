@@ -34,8 +34,8 @@ from torchweft.nn import owner
 from torchweft.optim import local
 from torchweft.optim.local import GroupPart
 from torchweft.rpc import RpcBackendOptions, RRef, serving
+from torchweft.rpc.codec import Request
 from torchweft.rpc.collective import GATHERINGS, Gatherings
-from torchweft.rpc.encoding import Request
 from torchweft.rpc.streams import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 

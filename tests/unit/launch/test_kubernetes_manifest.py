@@ -15,7 +15,7 @@ from torchweft.errors import ConfigurationError
 from torchweft.launch.job import program_job
 from torchweft.launch.kubernetes import Kubernetes
 from torchweft.launch.kubernetes_manifest import Object, Pods, job_set, secret_of
-from torchweft.rpc.placement import find
+from torchweft.rpc.options import find_placement
 from torchweft.scraping import Address
 
 SPEC_OF_JOB_SET = {
@@ -61,7 +61,7 @@ def test_a_worker_finds_its_place_in_a_job_set() -> None:
     variables = variables_of(pod_of(job), fields_of(1))
     assert variables["WEFT_WORKER_NAME"] == "trainer1"
     assert variables["WEFT_RESTART_COUNT"] == "2"
-    assert find(variables).sentence == (
+    assert find_placement(variables).sentence == (
         "JobSet: rank 1 of 3, meeting at demo-worker-0-0.demo:77 (RANK, WORLD_SIZE, MASTER_ADDR, "
         "MASTER_PORT)"
     )
@@ -72,8 +72,8 @@ def test_named_workers_are_replicated_jobs() -> None:
     check_job_set(job["spec"])
     found = [variables_of(pod_of(job, rank), fields_of(0)) for rank in range(3)]
     assert [each["WEFT_WORKER_NAME"] for each in found] == ["ps", "a:b", "C_d"]
-    assert [find(each).rank for each in found] == [0, 1, 2]
-    assert {find(each).meeting.place for each in found} == {"demo-rank0-0-0.demo:29500"}
+    assert [find_placement(each).rank for each in found] == [0, 1, 2]
+    assert {find_placement(each).meeting.place for each in found} == {"demo-rank0-0-0.demo:29500"}
     made = pods(names=["ps", "a:b", "C_d"])
     assert [made.worker_in(pod_at(f"rank{rank}", 0)) for rank in range(3)] == ["ps", "a:b", "C_d"]
     assert pods().worker_in(pod_at("worker", 2)) == "w2"

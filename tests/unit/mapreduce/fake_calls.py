@@ -18,7 +18,7 @@ from torchweft.mapreduce import execution, shared
 from torchweft.mapreduce.execution import Execution
 from torchweft.mapreduce.partitioners import Part
 from torchweft.mapreduce.plan import Manner, Plan
-from torchweft.rpc.futures import fail
+from torchweft.rpc.calls import fail
 
 HEAVY = torch.zeros(1 << 20)
 CONTENT = Packed(b"content", (), ())

@@ -16,7 +16,7 @@ from torchweft.engine.worker import current as current_agent
 from torchweft.observe.report import Thread
 from torchweft.observe.reporting import threads
 from torchweft.rpc import api, calls
-from torchweft.rpc.futures import Future
+from torchweft.rpc.calls import Future
 
 _may_end = threading.Event()
 

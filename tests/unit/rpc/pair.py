@@ -13,8 +13,8 @@ from torchweft.engine.worker import current as current_agent
 from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.references import Handle
 from torchweft.rpc import calls, serving
-from torchweft.rpc.futures import Future
-from torchweft.rpc.rref import RRef
+from torchweft.rpc.api import RRef
+from torchweft.rpc.calls import Future
 from torchweft.rpc.worker import WORKER, Worker
 
 LIMIT_S = 20.0

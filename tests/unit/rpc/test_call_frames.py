@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import torchweft.native as loading
 from tests.unit.engine.codec.test_values import VALUES
+from torchweft.engine.codec.objects import plain_frame
 from torchweft.engine.codec.values import decode, no_home
 from torchweft.engine.wire.frames import HEADER_BYTES
 from torchweft.engine.wire.messages import (
@@ -23,8 +24,7 @@ from torchweft.engine.wire.messages import (
     place_in_graph,
 )
 from torchweft.ids import ReferenceId
-from torchweft.rpc import encoding
-from torchweft.rpc.encoding import plain_frame
+from torchweft.rpc import codec
 
 native = loading.native
 pytestmark = pytest.mark.skipif(native is None, reason=loading.reason)
@@ -123,7 +123,7 @@ def test_an_error_of_the_program_arrives_as_it_is() -> None:
 
 
 def test_the_numbers_of_a_graph_are_put_into_a_frame() -> None:
-    frame, _ = made(encoding.encode_whole, 1.0, 5, b"m:f", b"span", (1,), True, True)[0]
+    frame, _ = made(codec.encode_whole, 1.0, 5, b"m:f", b"span", (1,), True, True)[0]
     for numbers in ((3, 4), (NO_GRAD, 0), (0, 9)):
         place_in_graph(frame, *numbers)
         head = decode_call(frame[HEADER_BYTES:])

@@ -12,7 +12,7 @@ import pytest
 from tests.thread_limits import no_new_threads
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import CallRefused
-from torchweft.rpc.coroutines import CoroutineRunner
+from torchweft.rpc.worker import CoroutineRunner
 
 LIMIT_S = 20.0
 

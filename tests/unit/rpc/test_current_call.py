@@ -17,7 +17,7 @@ from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.calls import current_call
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import WorkerLost
-from torchweft.rpc.current_call import detached, is_cancelled, remaining_time, serving
+from torchweft.rpc.serving import detached, is_cancelled, remaining_time, serving
 
 LIMIT_S = 20.0
 

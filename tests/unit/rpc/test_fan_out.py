@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchweft.errors import ArgumentTypeError, CallTimeout
-from torchweft.rpc.api import as_completed
+from torchweft.rpc.calls import as_completed
 
 LIMIT_S = 20.0
 

@@ -4,7 +4,8 @@ import pickle
 
 import torch
 
-from torchweft.rpc.functions import ASYNC_MARK, async_execution
+from torchweft.rpc.functions import async_execution
+from torchweft.rpc.serving import ASYNC_MARK
 
 
 def plain(value: int) -> int:

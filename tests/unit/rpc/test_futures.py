@@ -10,7 +10,7 @@ import torch
 
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.errors import CallCancelled
-from torchweft.rpc.futures import Future
+from torchweft.rpc.calls import Future
 
 
 class Agent:

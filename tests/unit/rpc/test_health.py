@@ -10,7 +10,7 @@ from torchweft.engine.protocol.registration import Registration
 from torchweft.engine.worker import current
 from torchweft.engine.worker.peers import Members, Peer
 from torchweft.errors import WorkerLost
-from torchweft.rpc.health import info_of, on_worker_lost
+from torchweft.rpc.observed import info_of, on_worker_lost
 
 
 def test_a_worker_is_found_by_id_until_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

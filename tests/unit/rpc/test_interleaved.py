@@ -19,11 +19,11 @@ from torchweft.engine.threads.reports import LongWaits
 from torchweft.engine.worker import current
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import WorkerLost
+from torchweft.rpc.codec import Encoder
 from torchweft.rpc.collective import Gatherings, Key, Limits
-from torchweft.rpc.encoding import Encoder
-from torchweft.rpc.health import on_worker_lost
 from torchweft.rpc.node import Leaving
-from torchweft.rpc.ports import Listener
+from torchweft.rpc.observed import on_worker_lost
+from torchweft.rpc.streams import Listener
 
 LIMITS = Limits(LIMIT_S, LIMIT_S)
 

@@ -33,8 +33,8 @@ from torchweft.autograd.graph import roots_of
 from torchweft.engine.threads import interrupts
 from torchweft.engine.worker import current as current_agent
 from torchweft.errors import AutogradError, CallCancelled
-from torchweft.rpc.decoding import Decoder
-from torchweft.rpc.futures import Future
+from torchweft.rpc.calls import Future
+from torchweft.rpc.codec import Decoder
 
 
 def double(value: Any) -> Any:

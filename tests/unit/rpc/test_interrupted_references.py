@@ -23,7 +23,7 @@ from torchweft.engine.worker import references as keeping
 from torchweft.engine.worker.references import Handle
 from torchweft.errors import ReferenceGone
 from torchweft.knobs import INTERNAL_VARIABLE
-from torchweft.rpc.rref import RRef
+from torchweft.rpc.api import RRef
 from torchweft.rpc.worker import Worker
 
 TABLES = (protocol.__file__, keeping.__file__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchweft.errors import ConfigurationError
-from torchweft.rpc.placement import first_of
+from torchweft.rpc.options import first_of
 
 
 @pytest.mark.parametrize(

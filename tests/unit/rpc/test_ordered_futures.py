@@ -12,8 +12,8 @@ import torch
 
 from tests.fake_cuda import FakeCuda, FakeTensor, fake_cuda
 from torchweft.errors import SerializationError
-from torchweft.rpc.futures import Future, Hidden, OrderedFuture, fail, is_shown
-from torchweft.rpc.rref import RRef
+from torchweft.rpc.api import RRef
+from torchweft.rpc.calls import Future, Hidden, OrderedFuture, fail, is_shown
 
 LIMIT_S = 20.0
 

@@ -21,7 +21,7 @@ from torchweft.engine.codec.values import no_home
 from torchweft.engine.wire.messages import ERROR_REPLY, NO_GRAD, Kind
 from torchweft.native import native, reason
 from torchweft.rpc import worker
-from torchweft.rpc.encoding import Encoder
+from torchweft.rpc.codec import Encoder
 from torchweft.rpc.worker import Worker
 
 PACK = functools.partial(pack, main_by_name=True)

@@ -14,7 +14,7 @@ from torch import nn
 from tests.tables import cases
 from tests.unit.optim.references import Held, reference
 from torchweft.errors import MethodNotFound, WeftError
-from torchweft.rpc.rref import Proxy, check_method, known_type, methods_of
+from torchweft.rpc.api import Proxy, check_method, known_type, methods_of
 
 
 class Plain:

@@ -9,7 +9,7 @@ import pytest
 
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, WorkerLost
 from torchweft.rpc import Merged, Stream, merged
-from torchweft.rpc.futures import OrderedFuture, fail
+from torchweft.rpc.calls import OrderedFuture, fail
 
 LIMIT_S = 20.0
 

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from torchweft.engine.worker.calls import PendingCall
-from torchweft.rpc.futures import Future, _raise_copy
-from torchweft.rpc.unseen import Guard, Report, _log_all
+from torchweft.rpc.calls import Future, _raise_copy
+from torchweft.rpc.worker import Guard, Report, _log_all
 
 
 def read(content: bytes) -> BaseException:

@@ -18,6 +18,7 @@ import torch
 from torch.autograd import profiler
 
 import torchweft.rpc
+from torchweft.arguments import UNSET_RPC_TIMEOUT
 from torchweft.compat.rpc import agents, names
 from torchweft.compat.rpc.agents import RpcAgent, TensorPipeAgent
 from torchweft.compat.rpc.internal import (
@@ -40,9 +41,9 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
+from torchweft.rpc.calls import Future, fail
 from torchweft.rpc.collective import Gathering, Limits, current_gatherings, members, tell
-from torchweft.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from torchweft.rpc.futures import Future, fail
+from torchweft.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT
 
 __all__ = [
     "AllGatherStates",

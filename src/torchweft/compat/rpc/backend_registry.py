@@ -18,8 +18,8 @@ from torchweft.engine.codec.exceptions import as_runtime_error, chain
 from torchweft.engine.codec.tracebacks import places_of, shorten
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
-from torchweft.rpc import constants
-from torchweft.rpc import constants as rpc_constants
+from torchweft.rpc import options as constants
+from torchweft.rpc import options as rpc_constants
 from torchweft.rpc.joining import join_group
 from torchweft.rpc.options import (
     TensorPipeRpcBackendOptions,

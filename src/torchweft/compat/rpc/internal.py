@@ -24,7 +24,8 @@ from torchweft.engine.codec.reducers import register_reducer
 from torchweft.errors import CallCancelled, NotAllowed, ProtocolError, SerializationError
 from torchweft.rpc.calls import RPCExecMode
 from torchweft.rpc.calls import build_key as _build_rpc_profiling_key
-from torchweft.rpc.functions import ASYNC_MARK, async_execution
+from torchweft.rpc.functions import async_execution
+from torchweft.rpc.serving import ASYNC_MARK
 from torchweft.rpc.worker import current_worker
 
 __all__ = [

@@ -13,7 +13,7 @@ from importlib.util import module_from_spec
 from typing import Any, NoReturn
 
 from torchweft.errors import NotSupported
-from torchweft.rpc import constants, functions, options
+from torchweft.rpc import functions, options
 
 _CALL = "it is an entry point of PyTorch's C++ agent; call rpc_sync, rpc_async or remote"
 _MEMBERSHIP = "it is a step of how PyTorch's agents keep an open group; Weft's do so by themselves"
@@ -105,13 +105,14 @@ _OPTIONS = {
     "_to_device_map": options._to_device_map,
 }
 DEFAULTS = {
-    "_DEFAULT_RPC_TIMEOUT_SEC": constants.DEFAULT_RPC_TIMEOUT_SEC,
-    "_DEFAULT_INIT_METHOD": constants.DEFAULT_INIT_METHOD,
-    "_DEFAULT_NUM_WORKER_THREADS": constants.DEFAULT_NUM_WORKER_THREADS,
-    "_UNSET_RPC_TIMEOUT": constants.UNSET_RPC_TIMEOUT,
+    "_DEFAULT_RPC_TIMEOUT_SEC": options.DEFAULT_RPC_TIMEOUT_SEC,
+    "_DEFAULT_INIT_METHOD": options.DEFAULT_INIT_METHOD,
+    "_DEFAULT_NUM_WORKER_THREADS": options.DEFAULT_NUM_WORKER_THREADS,
+    "_UNSET_RPC_TIMEOUT": options.UNSET_RPC_TIMEOUT,
 }
-_DEFINED = {name: getattr(constants, name) for name in constants.__all__}
-module_of("constants", constants.__all__, {**_DEFINED, **DEFAULTS})
+_CONSTANTS = [name for name in vars(options) if name.startswith(("DEFAULT_", "UNSET_"))]
+_DEFINED = {name: getattr(options, name) for name in _CONSTANTS}
+module_of("constants", _CONSTANTS, {**_DEFINED, **DEFAULTS})
 module_of("functions", ["async_execution"], {"async_execution": functions.async_execution})
 module_of("options", [name for name in _OPTIONS if not name.startswith("_Tensor")], _OPTIONS)
 module_of("_utils", [], MEMBERSHIP)

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 import torchweft.rpc
+from torchweft.arguments import UNSET_RPC_TIMEOUT
 from torchweft.compat.rpc.names import module_of
 from torchweft.compat.waiting import note_future
 from torchweft.engine.codec.registry import remotely_callable_unless_strict
@@ -31,10 +32,9 @@ from torchweft.errors import (
 )
 from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.rpc.api import Proxy
+from torchweft.rpc.calls import OrderedFuture, fail, wait_unseen
 from torchweft.rpc.functions import async_execution
-from torchweft.rpc.futures import OrderedFuture, fail, wait_unseen
-from torchweft.rpc.rref import Proxy
 from torchweft.rpc.serving import WhenReady
 from torchweft.rpc.worker import current_worker
 

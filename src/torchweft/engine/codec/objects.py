@@ -21,7 +21,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import cloudpickle
 from torch import Tensor
@@ -43,8 +43,11 @@ from torchweft.engine.codec.reducers import (
     reduce_torch,
     set_attributes,
 )
-from torchweft.engine.codec.tensors import is_dense
+from torchweft.engine.codec.tensors import NO_TENSORS, Encoded, encode_tensors, is_dense
 from torchweft.engine.threads.interrupts import is_of_handler
+from torchweft.engine.threads.thread_modes import has_modes
+from torchweft.engine.wire.frames import HEADER_BYTES
+from torchweft.engine.wire.messages import encode_call
 from torchweft.errors import ProtocolError, SerializationError, UnknownFunction
 from torchweft.ids import ReferenceId
 
@@ -417,3 +420,45 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             )
         reduced = by_value.reduce_function(function, self.globals_ref)
         return super()._dynamic_function_reduce(function) if reduced is None else reduced
+
+
+def plain_frame(
+    timeout_s: float,
+    creation: int,
+    name: bytes,
+    span: bytes,
+    arguments: tuple[Any, ...],
+    tensors: list[Tensor],
+    receiver: int,
+    home_of: Callable[[Any], ReferenceId | None],
+    inlines: bool,
+) -> tuple[bytearray, bool] | Literal[False] | None:
+    """Returns a call as a frame without its header and the numbers of its graph.
+
+    Args:
+        timeout_s: The caller's time limit, in seconds.
+        creation: Number of the reference that the result is for.
+        name: The name of the function, or empty.
+        span: The context of the span that the call carries, or empty.
+        arguments: The arguments.
+        tensors: An empty list, which gets the tensors.
+        receiver: As for ``values.encode``.
+        home_of: As for ``values.encode``.
+        inlines: Whether tensors may stand in the frame.
+
+    Returns:
+        The frame, and whether a tensor requires grad. False for values that go by pickle. None for
+        tensors that do not stand in the frame, and for those in torch's modes, where they cannot
+        be read.
+    """
+    payload = values.encode(arguments, tensors, receiver, home_of)
+    if payload is None:
+        return False
+    inlined: Encoded | None = NO_TENSORS
+    if tensors:
+        inlined = encode_tensors(tensors) if inlines and not has_modes() else None
+    if inlined is None:
+        return None
+    content, requires_grad = inlined
+    head = timeout_s, creation, 0, 0, name, span
+    return bytearray(HEADER_BYTES) + encode_call(*head, (), payload, content), requires_grad

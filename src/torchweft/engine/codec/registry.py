@@ -142,7 +142,7 @@ has_callable_methods = Mark(
     "torchweft.nn.remote_module",
     "torchweft.optim.distributed",
     "torchweft.engine.worker.references",
-    "torchweft.rpc.rref",
+    "torchweft.rpc.api",
 )
 """With an allow-list, other workers may call these classes' methods on a referenced value."""
 

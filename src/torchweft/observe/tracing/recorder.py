@@ -39,8 +39,8 @@ from torchweft.errors import ConfigurationError, ObserveError
 from torchweft.observe.tracing.notes import LinkNotes, Names, Rows, TracingWatcher
 from torchweft.observe.tracing.reading import STEP
 from torchweft.observe.tracing.slices import Slice, Slicer, set_apart
-from torchweft.rpc.current_call import check_types
 from torchweft.rpc.node import current_node
+from torchweft.rpc.serving import check_types
 from torchweft.rpc.worker import Worker
 
 PROFILED = "torch.profiler"

@@ -21,7 +21,7 @@ from torchweft.observe.tracing.reading import Graph, graph_of, load
 from torchweft.observe.tracing.slices import Slice
 from torchweft.probe import clock_id
 from torchweft.rpc import rpc_async, rpc_sync
-from torchweft.rpc.futures import ignore_errors
+from torchweft.rpc.calls import ignore_errors
 
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "path": (str, os.PathLike),
