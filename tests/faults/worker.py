@@ -256,7 +256,7 @@ def _listen_for_noise(report: Report) -> None:
     class Noise(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             text = record.getMessage()
-            if record.module == "unseen":
+            if record.funcName == "_log_unseen":
                 return  # A call that the fault ended after training had given it up.
             if record.levelno >= logging.ERROR or "was not released" in text:
                 report.noise.append(text)

@@ -46,8 +46,8 @@ class _Surprises(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        # ``unseen`` logs failures that a stranger reports and the program ignores: foreseen.
-        if record.exc_info and record.module != "unseen":
+        # Failures that a stranger reports and the program ignores are foreseen.
+        if record.exc_info and record.funcName != "_log_unseen":
             self.texts.append(logging.Formatter().format(record)[-_SHOWN_LENGTH:])
 
 

@@ -755,7 +755,7 @@ class UnseenErrors:
         self._log_task(None, None)
 
     def _log_task(self, _: object, __: object) -> None:
-        _log_all(list(_taken(self._failed)), self._unpack_error)
+        _log_unseen(list(_taken(self._failed)), self._unpack_error)
 
 
 def _taken(queue: deque[Report]) -> Iterator[Report]:
@@ -765,7 +765,7 @@ def _taken(queue: deque[Report]) -> Iterator[Report]:
             yield queue.popleft()
 
 
-def _log_all(reports: Iterable[Report], read: Callable[[bytes], BaseException]) -> None:
+def _log_unseen(reports: Iterable[Report], read: Callable[[bytes], BaseException]) -> None:
     """Logs reports; merges equal reports."""
     errors: dict[tuple[str, str], BaseException] = {}
     counts: Counter[tuple[str, str]] = Counter()

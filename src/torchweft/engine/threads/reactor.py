@@ -422,7 +422,7 @@ class Reactor:
             self._waiting += 1
 
     def help_if_stalled(self, open_calls: int) -> bool:
-        """Wakes one more thread if tasks wait and none ended since the last look.
+        """Wakes one more thread if tasks wait that may run, and none ended since the last look.
 
         Args:
             open_calls: How many answers this worker waits for. As many tasks may be blocked
@@ -444,7 +444,8 @@ class Reactor:
             is_stuck = self._stalled_looks % _LOOKS_UNTIL_STUCK == 0
             if is_stuck and self.running >= self.limit + self._extra and self._extra < open_calls:
                 self._extra += 1
-            self.wake()
+            if self.urgent or self.running < self.limit + self._extra:  # Else it could run nothing.
+                self.wake()
         else:
             self._stalled_looks = 0
         self._completed_at_last_look = self.activity

@@ -185,6 +185,33 @@ def test_threads_that_could_not_be_started_are_started_later(
     tasks.await_ended(4)
 
 
+def test_no_thread_is_woken_for_a_task_that_may_not_run_yet(
+    make_reactor: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep waking, and take the interpreter from the tasks that run."""
+    reactor = make_reactor(1)
+    tasks = Tasks(reactor)
+    for _ in range(2):
+        reactor.submit_task(tasks.hold)
+    tasks.await_begun(1)
+    wakes: list[None] = []
+    wake = reactor.wake
+
+    def count_and_wake() -> None:
+        wakes.append(None)
+        wake()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reactor, "wake", count_and_wake)
+        for _ in range(50):
+            assert reactor.help_if_stalled(0)
+        assert not wakes
+        tasks.await_begun(1, open_calls=1)
+        assert wakes
+    tasks.may_end.set()
+    tasks.await_ended(2)
+
+
 def test_tasks_blocked_unseen_get_help_for_as_many_answers_as_are_open(make_reactor: Make) -> None:
     reactor = make_reactor(1)
     tasks = Tasks(reactor)
