@@ -15,7 +15,6 @@ import enum
 import faulthandler
 import hashlib
 import importlib
-import json
 import linecache
 import os
 import signal
@@ -23,7 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ import torch
 from torch import distributed
 
 from torchweft import knobs
+from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.engine.protocol.calls import ServedCall, SimpleRequest, function_name
 from torchweft.engine.protocol.numbers import Tombstones
 from torchweft.engine.protocol.observing import NumberTable
@@ -130,6 +130,7 @@ NAME = "torchweft.rpc.stacks"
 _STANDARD_ERROR = 2
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class CallStatus:
     """A call of another worker that has not been answered.
@@ -151,6 +152,7 @@ class CallStatus:
         return f"{self.function}, called by {self.caller!r}, {state} {self.age_s:.1f} s"
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class ThreadStack:
     """The stack of one thread, or of one coroutine.
@@ -170,6 +172,7 @@ class ThreadStack:
         return "\n".join([f"{self.name}:", *self.frames])
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class WorkerStacks:
     """The calls and stacks of a worker when it was asked.
@@ -225,7 +228,8 @@ def ask(worker: Worker, peer: Peer, timeout_s: float) -> WorkerStacks:
     call = PendingCall(peer.id, peer.name, NAME, timeout_s)
     try:
         worker.agent.calls.ask_and_wait(peer, call, SimpleRequest(_request))
-        return _decode(worker.result_of(call))
+        told: WorkerStacks = worker.result_of(call)
+        return told
     except CallTimeout:
         raise CallTimeout(
             f"worker {peer.name!r} has not said within {timeout_s:.1f} s what it is doing: code in "
@@ -253,7 +257,7 @@ def ask_all(
     for call in calls:
         worker.agent.calls.wait(call)
         with contextlib.suppress(CallTimeout, WorkerLost, NotInitialized):
-            told[call.worker_name] = _decode(worker.result_of(call))
+            told[call.worker_name] = worker.result_of(call)
     return told
 
 
@@ -310,16 +314,6 @@ def named_in(frame: Frame) -> tuple[bytes, bytes]:
         return head[2], head[3]
     except ProtocolError:
         return b"what no worker asks for", b""
-
-
-def _decode(text: str) -> WorkerStacks:
-    told = json.loads(text)
-    return WorkerStacks(
-        told["worker"],
-        told["pid"],
-        tuple(CallStatus(**call) for call in told["calls"]),
-        tuple(ThreadStack(each["name"], tuple(each["frames"])) for each in told["threads"]),
-    )
 
 
 # Observers
@@ -383,7 +377,7 @@ class Observed:
 
     def _tell_stacks(self, peer: Peer, frame: Frame) -> None:
         try:
-            told = json.dumps(asdict(_here(self._worker)))
+            told = _here(self._worker)
         except Exception as error:
             self._worker.reply_error(peer, frame.id, error)
         else:

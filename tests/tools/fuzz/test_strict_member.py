@@ -44,7 +44,7 @@ HOLES: dict[str, tuple[int, Any, str, Callable[..., Any]]] = {
         "_module",
         lambda reference: reference.local_value(),
     ),
-    "forward of any module is called": (46, owner, "_check_declares_forward", _nothing),
+    "forward of any module is called": (22, owner, "_check_declares_forward", _nothing),
 }
 """Each with a seed that finds it soon, and the function that a faulty one replaces."""
 

@@ -121,6 +121,7 @@ rebuilds_plain = Mark(
     "torchweft.rl.trajectories",
     "torchweft.rpc.batching",
     "torchweft.rpc.collective",
+    "torchweft.rpc.observed",
     "torchweft.engine.codec.reducers",
     "torchweft.weights.layout",
     "torchweft.weights.publisher",
