@@ -273,10 +273,6 @@ class RpcBackendOptions:
 # and reported to have no effect.
 
 
-class IgnoredOptionWarning(UserWarning):
-    """A program sets an option that has no effect in Weft."""
-
-
 class BackendType(enum.Enum):
     """The back-ends that ``init_rpc`` can be asked for: there is one."""
 
@@ -440,7 +436,6 @@ def warn_of_ignored(options: TensorPipeRpcBackendOptions, stacklevel: int) -> No
     if ignored:
         warnings.warn(
             f"these options of torch.distributed.rpc have no effect in Weft: {'; '.join(ignored)}",
-            IgnoredOptionWarning,
             stacklevel=stacklevel + 1,
         )
 

@@ -107,14 +107,15 @@ class Stream(Closing, Generic[T]):
     """
 
     def __init__(
-        self, worker: Worker, peer: Peer, number: int, name: str, ahead: int, timeout_s: float
+        self, worker: Worker, peer: Peer, number: int, name: str, ahead: int, limit_s: float
     ) -> None:
         self._worker = worker
         self._peer = peer
         self._number = number
         self._name = name
         self._subject = _subject_of(name)
-        self._timeout_s = timeout_s
+        self.limit_s = limit_s
+        """How long a value is waited for at most, in seconds; infinity for no limit."""
         self._context_id = current_id()
         self._places = shared_count()
         self._pulled: deque[Future[Any]] = deque()
@@ -126,11 +127,6 @@ class Stream(Closing, Generic[T]):
     def worker_name(self) -> str:
         """Name of the worker that runs the generator."""
         return self._peer.name
-
-    @property
-    def limit_s(self) -> float:
-        """How long a value is waited for at most, in seconds; infinity for no limit."""
-        return self._timeout_s or math.inf
 
     def tell_next(self, tell: Callable[[], object]) -> None:
         """Calls ``tell`` from any thread, maybe at once, when ``next`` will not block."""
@@ -165,9 +161,9 @@ class Stream(Closing, Generic[T]):
         if not self._pulled:
             self._pull()  # The worker was lost when the last value was taken: raises.
         future = self._pulled[0]
-        if self._timeout_s and not future.done():
+        if not (math.isinf(self.limit_s) or future.done()):
             try:
-                for _ in as_completed([future], self._timeout_s):
+                for _ in as_completed([future], self.limit_s):
                     pass
             except CallTimeout as error:
                 raise CallTimeout(
@@ -289,7 +285,6 @@ def stream(
     begun = (number, named, tuple(args), kwargs, to if isinstance(to, RRef) else None)
     try:
         call_and_wait(worker, peer, _BEGIN, begun, {}, timeout, _subject_of(name))
-        limit_s = 0.0 if math.isinf(limit_s) else limit_s
         return Stream(worker, peer, number, name, ahead, limit_s)
     except BaseException:
         _give_up(worker, peer, number)  # It may have begun, or still do so.
@@ -543,10 +538,9 @@ class Source:
         except BaseException as error:
             call(None, error)
         else:
-            if has_dispatch_modes() or has_function_modes():  # of a block around the ``yield``
-                with plain_operations():
-                    call((value,), None)
-            else:
+            # There may be modes of a block around the ``yield``.
+            has_modes = has_dispatch_modes() or has_function_modes()
+            with plain_operations() if has_modes else contextlib.nullcontext():
                 call((value,), None)
             return True
         finally:

@@ -19,7 +19,7 @@ class Scripted(Stream[int]):
 
     def __init__(self, name: str, ahead: int = 1) -> None:
         self._name = name
-        self._timeout_s = LIMIT_S
+        self.limit_s = LIMIT_S
         self._pulled = deque()
         self._asked: deque[Any] = deque()
         self._has_ended = False
