@@ -495,10 +495,13 @@ def _peers_of(agent: Agent, workers: Iterable[Destination]) -> list[Peer]:
 
 
 def _results(futures: Sequence[torch.futures.Future[T]]) -> list[T]:
-    """Returns the results of all calls, or raises the first failure, as soon as it is known."""
-    for future in as_completed(futures):
-        future.wait()
-    return [future.wait() for future in futures]
+    """Returns the results of all calls, or raises the first failure and cancels the others."""
+    try:
+        for future in as_completed(futures):
+            future.wait()
+        return [future.wait() for future in futures]
+    finally:
+        _cancel(futures)
 
 
 def _cancel(futures: Iterable[torch.futures.Future[Any]]) -> None:
@@ -635,11 +638,7 @@ class Actors(Generic[V]):
         Raises:
             Exception: The first failure of a call; the other calls are cancelled.
         """
-        futures = self.rpc_async(method, *args, **kwargs)
-        try:
-            return _results(futures)
-        finally:
-            _cancel(futures)
+        return _results(self.rpc_async(method, *args, **kwargs))
 
 
 def actors(
