@@ -9,7 +9,7 @@ import pytest
 
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.rpc.calls import Future, _raise_copy
-from torchweft.rpc.worker import Guard, Report, _log_all
+from torchweft.rpc.worker import Guard, Report, _log_unseen
 
 
 def read(content: bytes) -> BaseException:
@@ -41,7 +41,7 @@ def test_a_guard_whose_error_is_raised_reports_nothing() -> None:
 
 def test_equal_reports_are_one_record(caplog: pytest.LogCaptureFixture) -> None:
     same = [Report("a call failed", ValueError("x")), Report("a call failed", b"x")]
-    _log_all([*same, Report("a call failed", ValueError("y"))], read)
+    _log_unseen([*same, Report("a call failed", ValueError("y"))], read)
     assert [record.getMessage() for record in caplog.records] == [
         "a call failed (2 times)",
         "a call failed",
@@ -49,7 +49,7 @@ def test_equal_reports_are_one_record(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_flood_of_reports_is_cut_short(caplog: pytest.LogCaptureFixture) -> None:
-    _log_all([Report("a call failed", ValueError(number)) for number in range(500)], read)
+    _log_unseen([Report("a call failed", ValueError(number)) for number in range(500)], read)
     assert len(caplog.records) < 50
     assert "480 more failed calls" in caplog.records[-1].getMessage()
 
@@ -59,7 +59,7 @@ def test_an_error_whose_text_cannot_be_made(caplog: pytest.LogCaptureFixture) ->
         def __repr__(self) -> str:
             raise TypeError("no")
 
-    _log_all([Report("a call failed", Shy())], read)
+    _log_unseen([Report("a call failed", Shy())], read)
     assert len(caplog.records) == 1
 
 
