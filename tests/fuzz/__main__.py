@@ -27,18 +27,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the requested targets, one after the other; returns the exit code."""
     options = _parse(arguments)
     names = NAMES if "all" in options.targets else options.targets
-    engine = options.engine or (_GUIDED if importlib.util.find_spec("atheris") else mutational.NAME)
+    engine = options.engine or _usual_engine(options.bare)
     print(HEADING, flush=True)
     reports = []
     for name in names:
         corpus = options.corpus / name if options.corpus else None
-        plan = Plan(options.frames, options.seconds, options.seed, corpus, options.findings)
+        plan = Plan(
+            *(options.frames, options.seconds, options.seed, corpus, options.findings, options.bare)
+        )
         report = _run(engine, name, plan)
         print(report.line(), flush=True)
         reports.append(report)
-    frames, found = sum(r.frames for r in reports), sum(r.findings for r in reports)
-    print(f"{frames:,} frames, {sum(r.seconds for r in reports):.0f} s, {found} found")
+    frames, bare = sum(r.frames for r in reports), sum(r.bare for r in reports)
+    seconds = sum(r.seconds + r.bare_seconds for r in reports)
+    found = sum(r.findings for r in reports)
+    print(f"{frames:,} frames, {bare:,} bare, {seconds:.0f} s, {found} found")
     return FOUND if found else NOTHING_FOUND
+
+
+def _usual_engine(bare: int) -> str:
+    is_guided = bare == 0 and importlib.util.find_spec("atheris") is not None
+    return _GUIDED if is_guided else mutational.NAME
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -46,6 +55,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("targets", nargs="+", choices=[*NAMES, "all"], metavar="TARGET")
     parser.add_argument(
         "--frames", type=int, default=100_000, metavar="N", help="inputs for each target"
+    )
+    parser.add_argument(
+        "--bare",
+        type=int,
+        default=0,
+        metavar="N",
+        help="further inputs, for the twin in C alone, for each target that has one",
     )
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), metavar="S", help="at most, for each target"
@@ -60,17 +76,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--engine",
         choices=[_GUIDED, mutational.NAME],
-        help="guided needs atheris, and is the default where that is installed",
+        help="guided needs atheris, has no bare inputs, and is the default for the others where "
+        "atheris is installed",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.bare and options.engine == _GUIDED:
+        parser.error("--bare is for the engine mutational")
+    return options
 
 
 def _run(engine: str, name: str, plan: Plan) -> Report:
     """Runs one target in a process of its own, which an input may kill."""
     with tempfile.TemporaryDirectory(prefix="weft-fuzz-") as folder:
         log = Path(folder) / "log"
-        command = [sys.executable, "-m", "tests.fuzz.child", engine, name, str(plan.frames)]
-        command += [str(plan.seconds), str(plan.seed), str(plan.corpus or ""), str(plan.findings)]
+        command = [sys.executable, "-m", "tests.fuzz.child", engine, name]
+        command += [str(plan.frames), str(plan.bare), str(plan.seconds), str(plan.seed)]
+        command += [str(plan.corpus or ""), str(plan.findings)]
         with open(log, "w") as output:
             code = subprocess.run([*command, folder], stdout=output, stderr=output).returncode
         said = log.read_text(errors="replace")

@@ -17,14 +17,19 @@ _ADDRESS_SPACE_BYTES = 12 << 30
 
 def main(arguments: list[str]) -> None:
     """Runs the engine, target and plan that the parent passes as arguments."""
-    engine, name, frames, seconds, seed, corpus, findings, folder = arguments
+    engine, name, frames, bare, seconds, seed, corpus, findings, folder = arguments
     faulthandler.enable()
     # An input that takes memory without end fails, and does not stop the machine. A sanitizer
     # reserves terabytes of addresses.
     if "libasan" not in os.environ.get("LD_PRELOAD", ""):
         resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, _ADDRESS_SPACE_BYTES))
     plan = Plan(
-        int(frames), float(seconds), int(seed), Path(corpus) if corpus else None, Path(findings)
+        int(frames),
+        float(seconds),
+        int(seed),
+        Path(corpus) if corpus else None,
+        Path(findings),
+        int(bare),
     )
     report, last_input = Path(folder) / "report", LastInput(Path(folder) / "last")
     if engine == mutational.NAME:

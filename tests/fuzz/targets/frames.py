@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import socket
+import contextlib
 import struct
-from collections import deque
+from collections.abc import Iterator
 
-from tests.fuzz.target import Target
+from tests.fuzz.sockets import SocketPair, socket_pair
+from tests.fuzz.target import Bare, Target
 from torchweft.engine.wire.frames import (
     HEADER,
     HEADER_BYTES,
@@ -64,25 +65,55 @@ def _feed(data: bytes, capacity: int, piece_bytes: int) -> tuple[list[Frame], Pr
     return frames, None
 
 
+def _cut_natively(
+    sockets: SocketPair, data: bytes, capacity: int, piece_bytes: int
+) -> tuple[list[Frame], int]:
+    """Has the native twin cut ``data``; returns the frames and how many bytes were cut.
+
+    A frame that it leaves to the parser is not cut, nor are the bytes behind it.
+    """
+    assert native is not None
+    frames: list[Frame] = []
+    receive_bytes = min(capacity, CONTROL_LIMIT_BYTES, FRAME_LIMIT_BYTES)
+    link = native.Link(sockets.ours.fileno(), frames.append, False, receive_bytes, 0.0)
+    for at in range(0, len(data), piece_bytes):
+        piece = data[at : at + piece_bytes]
+        sockets.theirs.sendall(piece)
+        while link.bytes_received < at + len(piece):
+            link.read(False)
+            if link.is_large:
+                cut_bytes = link.bytes_received - link.fill(bytearray(capacity), False)
+                if link.bytes_received < at + len(piece):
+                    sockets.empty()
+                return frames, cut_bytes
+    return frames, len(data)
+
+
 def _feed_native(
     data: bytes, capacity: int, piece_bytes: int
 ) -> tuple[list[Frame], ProtocolError | None]:
     """Has the native twin cut ``data``; a frame that it leaves to the parser, and the rest, too."""
-    assert native is not None
-    ours, theirs = socket.socketpair()
-    frames: deque[Frame] = deque()
-    receive_bytes = min(capacity, CONTROL_LIMIT_BYTES, FRAME_LIMIT_BYTES)
-    link = native.Link(ours.fileno(), frames.append, False, receive_bytes, 0.0)
-    with ours, theirs:
-        for at in range(0, len(data), piece_bytes):
-            theirs.sendall(data[at : at + piece_bytes])
-            while link.bytes_received < min(at + piece_bytes, len(data)):
-                link.read(False)
-                if link.is_large:
-                    cut_bytes = link.bytes_received - link.fill(bytearray(capacity), False)
-                    rest, refusal = _feed(data[cut_bytes:], capacity, 1 << 20)
-                    return [*frames, *rest], refusal
-    return list(frames), None
+    with socket_pair() as sockets:
+        frames, cut_bytes = _cut_natively(sockets, data, capacity, piece_bytes)
+    rest, refusal = _feed(data[cut_bytes:], capacity, 1 << 20)
+    return [*frames, *rest], refusal
+
+
+@contextlib.contextmanager
+def bare() -> Iterator[Bare]:
+    """Yields the native twin, which accepts streams without frames that are too large for it."""
+    with socket_pair() as sockets:
+
+        def cut(data: bytes) -> bool:
+            if not data:
+                return False
+            capacity, piece_bytes = _CAPACITIES[data[0] & 3], (data[0] >> 2) + 1
+            stream = data[1:]
+            piece_bytes = max(piece_bytes, len(stream) // 8)
+            _, cut_bytes = _cut_natively(sockets, stream, capacity, piece_bytes)
+            return cut_bytes == len(stream)
+
+        yield cut
 
 
 def plain(frame: Frame) -> Frame:
@@ -140,4 +171,4 @@ def seeds() -> list[bytes]:
     return [bytes([cut]) + stream for stream in streams for cut in (4 << 2, 17 << 2, 61 << 2 | 3)]
 
 
-TARGET = Target("frames", run, seeds, length_limit=400)
+TARGET = Target("frames", run, seeds, length_limit=400, bare=None if native is None else bare)

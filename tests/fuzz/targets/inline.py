@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -16,6 +18,7 @@ from torchweft.engine.codec.tensors import (
     encode_tensors,
 )
 from torchweft.errors import ProtocolError, SerializationError
+from torchweft.native import native
 
 _MAY_RAISE = (ProtocolError, SerializationError)
 """``SerializationError`` for a dtype that only other workers have."""
@@ -69,6 +72,11 @@ def run(data: bytes) -> Exception | None:
     return None
 
 
+def _bare(data: bytes) -> bool:
+    assert native is not None
+    return native.decode_tensors(data, 0) is not None
+
+
 def seeds() -> list[bytes]:
     """Returns tensors of every dtype, shape and flag."""
     leaf = torch.ones(2, requires_grad=True)
@@ -89,4 +97,4 @@ def seeds() -> list[bytes]:
     return [each[0] for each in encoded if each is not None]
 
 
-TARGET = Target("inline", run, seeds)
+TARGET = Target("inline", run, seeds, bare=None if native is None else lambda: nullcontext(_bare))

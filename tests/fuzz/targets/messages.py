@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -51,23 +52,33 @@ def _resolve(name: bytes) -> object:
     return _value
 
 
+def _value_natively(data: memoryview) -> object:
+    end = min(1 + data[0], len(data))
+    assert native is not None
+    return native.decode_message(data, 1, end, 100, _resolve, refuse_home)
+
+
 def _value(data: memoryview) -> bytes:
     """Reads a value and its tensors in one step; the first byte is the size of the payload."""
     if native is not None and data:
-        end = min(1 + data[0], len(data))
         try:
-            native.decode_message(data, 1, end, 100, _resolve, refuse_home)
+            _value_natively(data)
         except Exception as error:
             raise refusal_of(error) or error from None
     return bytes(data)
 
 
+def _answer_natively(data: memoryview) -> object:
+    frame = Frame(Kind.REPLY, 0, 1, bytes(data), ())
+    assert native is not None
+    return native.decode_answer(frame, (100, _resolve, refuse_home))
+
+
 def _answer(data: memoryview) -> bytes:
     """Reads the value of a reply in one step; what it reads is a usual reply for the plain twin."""
     if native is not None:
-        frame = Frame(Kind.REPLY, 0, 1, bytes(data), ())
         try:
-            value = native.decode_answer(frame, (100, _resolve, refuse_home))
+            value = _answer_natively(data)
         except Exception as error:
             raise refusal_of(error) or error from None
         if value is not NotImplemented:
@@ -80,9 +91,12 @@ def _answer(data: memoryview) -> bytes:
 class _Served:
     """A call that the native twin serves; the function returns its arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, control: bytes, flags: int) -> None:
+        assert native is not None
         self.function: bytes | None = None
         self.outcomes: list[object] = []
+        server = None, _USUAL, _current, _threads, self._settle, _note_slow, *_REST
+        self.is_served = native.serve_call(server, self, Frame(Kind.CALL, flags, 1, control, ()))
 
     def starts(self, worker: object, name: bytes, *_: object) -> bool:
         self.function = name
@@ -90,6 +104,9 @@ class _Served:
 
     def answer(self, frame: object) -> None:
         self.outcomes.append(frame)
+
+    def _settle(self, *parts: object) -> None:
+        self.outcomes.append(parts)
 
     def __call__(self, result: object, error: object) -> None:
         self.outcomes.append(error)
@@ -99,27 +116,34 @@ class _Served:
         return [*args, kwargs]
 
 
+def _note_slow(name: bytes) -> None:
+    pass
+
+
 _current: ContextVar[object] = ContextVar("fuzzed")
+_threads: dict[int, object] = {}
+_USUAL = {b"module:name": (_Served, "run", _Served.run)}
+_REST = True, 100, no_home, 100, _resolve, refuse_home
+
+
+def _serve_natively(data: memoryview) -> object:
+    return _Served(bytes(data[1:]), data[0]).is_served or NotImplemented
 
 
 def _serve(data: memoryview) -> bytes:
     """Serves a call, whose flags are the first byte; the plain twin must find it usual as well."""
     if native is None or not data:
         return bytes(data)
-    call, threads = _Served(), dict[int, object]()
-    usual = {b"module:name": (_Served, "run", _Served.run)}
-    ends = (lambda *parts: call.outcomes.append(parts)), (lambda name: None)
-    rest = True, 100, no_home, 100, _resolve, refuse_home
-    server = None, usual, _current, threads, *ends, *rest
-    frame = Frame(Kind.CALL, data[0], 1, bytes(data[1:]), ())
-    if native.serve_call(server, call, frame):
-        _, creation, name, _, value = decode_call(frame.control)
+    control = bytes(data[1:])
+    call = _Served(control, data[0])
+    if call.is_served:
+        _, creation, name, _, value = decode_call(control)
         context_id, message_id, references, *_ = value
         assert (creation, name) == (NO_CREATION, call.function)
         assert context_id in NO_CONTEXTS
         assert message_id == len(references) == 0
         assert len(call.outcomes) == 1
-        assert not threads
+        assert not _threads
     else:
         assert call.function is None
         assert not call.outcomes
@@ -181,6 +205,30 @@ def run(data: bytes) -> Exception | None:
     return None
 
 
+def _call_natively(data: memoryview) -> object:
+    assert native is not None
+    return native.decode_call(data)
+
+
+# The bytes of messages that only the plain twin reads go to native decoders of similar ones.
+_BARE: tuple[Callable[[memoryview], object], ...] = (
+    _call_natively,
+    _call_natively,
+    _answer_natively,
+    _value_natively,
+    _call_natively,
+    _value_natively,
+    _answer_natively,
+    _serve_natively,
+)
+
+
+def _bare(data: bytes) -> bool:
+    if len(data) < 2:
+        return False
+    return _BARE[data[0] % len(_BARE)](memoryview(data)[1:]) is not NotImplemented
+
+
 def _value_seed(value: object) -> bytes:
     tensors: list[torch.Tensor] = []
     payload = encode_value(value, tensors, True)
@@ -228,4 +276,10 @@ def seeds() -> list[bytes]:
     ]
 
 
-TARGET = Target("messages", run, seeds, length_limit=256)
+TARGET = Target(
+    "messages",
+    run,
+    seeds,
+    length_limit=256,
+    bare=None if native is None else lambda: nullcontext(_bare),
+)

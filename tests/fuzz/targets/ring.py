@@ -8,14 +8,16 @@ the ring is large, gives frames that the peer has written, or ends the connectio
 from __future__ import annotations
 
 import contextlib
-import mmap
+import ctypes
 import random
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable, Iterator
 
-from tests.fuzz.target import Target
-from torchweft.engine.wire.frames import Frame, encode_frame
+from tests.fuzz.sockets import SocketPair, socket_pair
+from tests.fuzz.target import Bare, Target
+from torchweft.engine.wire.frames import HEADER, Frame, encode_frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.native import native
 
@@ -23,21 +25,39 @@ _HEAD_BYTES = 256
 _RING_BYTES = 61
 _RECEIVE_BYTES = 100
 _MEMORY_BYTES = 2 * (_HEAD_BYTES + _RING_BYTES)
+_READ_FROM = 2 * _HEAD_BYTES + _RING_BYTES
+"""Where the bytes begin that this side reads."""
 _FIELDS = tuple(side + field for side in (0, _HEAD_BYTES) for field in (0, 64, 128, 192))
 _NEAR = (0, 1, _RING_BYTES - 1, _RING_BYTES, _RING_BYTES + 1, 1 << 31, 1 << 63, (1 << 64) - 1)
 _GARBAGE, _COUNT, _BELLS, _FRAME, _PUBLISH, _WRITE, _READ, _WAIT, _SLEEP, _END = range(10)
+_BELLS_SENT = [bytes(count) for count in range(100)]
+_STEP_HEAD = struct.Struct("<BBH")
+_HEAD_ALIGNMENT = 64
+
+
+def _aligned_memory() -> bytearray:
+    """Returns memory of a ring from the heap, behind whose end a sanitizer sees every access."""
+    others: list[bytearray] = []
+    while True:
+        memory = bytearray(_MEMORY_BYTES)
+        if ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HEAD_ALIGNMENT == 0:
+            return memory
+        others.append(memory)  # Keep its place.
+
+
+_ZEROS = bytes(_MEMORY_BYTES)
 
 
 class _Sides:
     """This side's link, and what its peer can do."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: bytearray, sockets: SocketPair) -> None:
         assert native is not None
-        self.memory = mmap.mmap(-1, _MEMORY_BYTES)
-        self.ours, self.theirs = socket.socketpair()
+        self.memory, self.sockets = memory, sockets
+        self.memory[:] = _ZEROS
         self.frames: deque[Frame] = deque()
         self.link = native.Link(
-            self.ours.fileno(),
+            sockets.ours.fileno(),
             self.frames.append,
             False,
             _RECEIVE_BYTES,
@@ -47,45 +67,47 @@ class _Sides:
         )
         self.link.watch(-1, -1, [].append, None)
         self.put = 0
-        self.written = bytearray()
+        self.has_ended = False
 
-    def step(self, kind: int, number: int, data: bytes) -> None:
-        """Carries out one step; raises OSError where this side ends the connection."""
-        if kind == _GARBAGE:
-            offset = number % (_MEMORY_BYTES - len(data))
-            self.memory[offset : offset + len(data)] = data
-        elif kind == _COUNT:
-            field, value = _FIELDS[number % len(_FIELDS)], _NEAR[number // 8 % len(_NEAR)]
-            if number & 1:
-                value = (value + self.put) % (1 << 64)
-            struct.pack_into("<Q", self.memory, field, value)
-        elif kind == _BELLS:
-            with contextlib.suppress(OSError):
-                self.theirs.send(bytes(number % 100), socket.MSG_DONTWAIT)
-        elif kind == _FRAME:
-            self._put(b"".join(encode_frame(Kind.POST, 0, number, data)))
-        elif kind == _PUBLISH:
-            # The second head is of the direction that this side reads.
-            struct.pack_into("<Q", self.memory, _HEAD_BYTES, self.put)
-        elif kind == _WRITE:
-            self.link.write(encode_frame(Kind.REPLY, 0, number, data * (number % 5)))
-        elif kind == _READ:
-            self._read()
-        elif kind == _WAIT:
-            self._wait(number)
-        elif kind == _SLEEP:
-            self.link.arm()
+    def put_garbage(self, number: int, data: bytes) -> None:
+        """Has the peer write bytes anywhere into the memory."""
+        offset = number % (_MEMORY_BYTES - len(data))
+        self.memory[offset : offset + len(data)] = data
+
+    def put_count(self, number: int, _: bytes) -> None:
+        """Has the peer write a number that a head can hardly have."""
+        field, value = _FIELDS[number % len(_FIELDS)], _NEAR[number // 8 % len(_NEAR)]
+        if number & 1:
+            value = (value + self.put) % (1 << 64)
+        _pack_count(self.memory, field, value)
+
+    def ring_bells(self, number: int, _: bytes) -> None:
+        """Has the peer send bytes on the socket."""
+        if not self.has_ended:
+            self.sockets.theirs.send(_BELLS_SENT[number % len(_BELLS_SENT)], socket.MSG_DONTWAIT)
+
+    def put_frame(self, number: int, data: bytes) -> None:
+        """Puts a frame behind the others, as a peer that keeps to the protocol does."""
+        frame = HEADER.pack(Kind.POST, 0, 0, len(data), number) + data
+        at, end = self.put % _RING_BYTES, self.put % _RING_BYTES + len(frame)
+        if end <= _RING_BYTES:
+            self.memory[_READ_FROM + at : _READ_FROM + end] = frame
         else:
-            self.theirs.shutdown(socket.SHUT_RDWR)
+            self.memory[_READ_FROM + at :] = frame[: _RING_BYTES - at]
+            self.memory[_READ_FROM : _READ_FROM + end - _RING_BYTES] = frame[_RING_BYTES - at :]
+        self.put += len(frame)
 
-    def _put(self, data: bytes) -> None:
-        """Puts bytes behind the others, as a peer that keeps to the protocol does."""
-        begin = 2 * _HEAD_BYTES + _RING_BYTES
-        for byte in data[:_RING_BYTES]:
-            self.memory[begin + self.put % _RING_BYTES] = byte
-            self.put += 1
+    def publish(self, _: int, __: bytes) -> None:
+        """Has the peer tell of all that it has put."""
+        # The second head is of the direction that this side reads.
+        _pack_count(self.memory, _HEAD_BYTES, self.put)
 
-    def _read(self) -> None:
+    def write(self, number: int, data: bytes) -> None:
+        """Writes a frame; raises OSError where this side ends the connection."""
+        self.link.write(encode_frame(Kind.REPLY, 0, number, data * (number % 5)))
+
+    def read(self, _: int, __: bytes) -> None:
+        """Reads as a thread of the reactor; raises OSError where this side ends the connection."""
         assert self.link.claim()
         before = self.link.bytes_received
         try:
@@ -99,7 +121,8 @@ class _Sides:
             self.link.unclaim()
             assert self.link.bytes_received - before <= _RING_BYTES, "more than the ring has"
 
-    def _wait(self, number: int) -> None:
+    def wait(self, number: int, _: bytes) -> None:
+        """Waits for a frame with a lease; raises OSError where this side ends the connection."""
         assert native is not None
         lease, taken = native.Lease.take(self.link), []
         if lease is not None:
@@ -107,33 +130,82 @@ class _Sides:
             lease.release()
             self.frames += taken
 
+    def sleep(self, _: int, __: bytes) -> None:
+        """Arms the link, as a thread of the reactor that reads no more."""
+        self.link.arm()
+
+    def end(self, _: int, __: bytes) -> None:
+        """Has the peer end the connection."""
+        self.has_ended = True
+        self.sockets.theirs.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
+        """Ends this side."""
         self.link.close()
         self.link.close()
-        self.ours.close()
-        self.theirs.close()
+        if self.has_ended:
+            self.sockets.renew()
+        else:
+            self.sockets.empty()
+
+
+_pack_count = struct.Struct("<Q").pack_into
+# In the order of their numbers.
+_STEPS: tuple[Callable[[_Sides, int, bytes], None], ...] = (
+    _Sides.put_garbage,
+    _Sides.put_count,
+    _Sides.ring_bells,
+    _Sides.put_frame,
+    _Sides.publish,
+    _Sides.write,
+    _Sides.read,
+    _Sides.wait,
+    _Sides.sleep,
+    _Sides.end,
+)
 
 
 def _run(data: bytes) -> Exception | None:
-    if native is None:
-        return None
-    sides, at = _Sides(), 0
-    try:
-        while at + 4 <= len(data):
-            kind, size, number = data[at] % 10, data[at + 1] % 24, data[at + 2] | data[at + 3] << 8
-            sides.step(kind, number, data[at + 4 : at + 4 + size])
-            at += 4 + size
-        for frame in sides.frames:
-            assert len(frame.control) <= _RECEIVE_BYTES
-    except OSError as error:
-        return error
-    finally:
-        sides.close()
+    if native is not None:
+        try:
+            with bare() as carry_out:
+                carry_out(data)
+        except OSError as error:
+            return error
     return None
 
 
+@contextlib.contextmanager
+def bare() -> Iterator[Bare]:
+    """Yields what carries out steps; it raises OSError where this side ends the connection."""
+    with socket_pair() as sockets:
+        memory = _aligned_memory()
+
+        def carry_out(data: bytes) -> bool:
+            sides = _Sides(memory, sockets)
+            try:
+                _carry_out(sides, data)
+            finally:
+                sides.close()
+            return True
+
+        yield carry_out
+
+
+def _carry_out(sides: _Sides, data: bytes) -> None:
+    at = 0
+    while at + _STEP_HEAD.size <= len(data):
+        kind, size, number = _STEP_HEAD.unpack_from(data, at)
+        at += _STEP_HEAD.size
+        content = data[at : at + size % 24]
+        _STEPS[kind % len(_STEPS)](sides, number, content)
+        at += size % 24
+    for frame in sides.frames:
+        assert len(frame.control) <= _RECEIVE_BYTES
+
+
 def _step(kind: int, number: int = 0, data: bytes = b"") -> bytes:
-    return bytes((kind, len(data))) + struct.pack("<H", number) + data
+    return _STEP_HEAD.pack(kind, len(data), number) + data
 
 
 def _make(chance: random.Random) -> bytes:
@@ -155,4 +227,4 @@ def _seeds() -> list[bytes]:
     ]
 
 
-TARGET = Target("ring", _run, _seeds, make=_make)
+TARGET = Target("ring", _run, _seeds, make=_make, bare=None if native is None else bare)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.fuzz.target import Target
+from tests.fuzz.target import Bare, Target
 from tests.marked import names_of
 from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.engine.codec.tensors import is_dense
 from torchweft.engine.codec.values import Encoder, decode, encode
 from torchweft.errors import SerializationError, WeftError
 from torchweft.ids import ReferenceId, WorkerInfo
+from torchweft.native import native
 
 warnings.filterwarnings("ignore", "Sparse")
 
@@ -87,6 +90,21 @@ def run(data: bytes) -> Exception | None:
     return None
 
 
+@contextlib.contextmanager
+def bare() -> Iterator[Bare]:
+    """Yields the native decoder, for tensors that all inputs share."""
+    tensors = _tensors()
+
+    def decode_natively(data: bytes) -> bool:
+        assert native is not None
+        value = native.decode_values(data, tensors, _EXTERNALS, _resolve, _come_home)
+        for tensor in tensors:
+            vars(tensor).clear()
+        return value is not NotImplemented
+
+    yield decode_natively
+
+
 def _check_exact(value: object) -> None:
     """Asserts that a value which both encoders take is encoded the same by both."""
     tensors: list[Tensor] = []
@@ -137,4 +155,5 @@ TARGET = Target(
     seeds,
     words=tuple(name.encode() for name in sorted(names_of(rebuilds_plain))),
     length_limit=512,
+    bare=None if native is None else bare,
 )

@@ -4,7 +4,7 @@ import json
 import random
 
 from tests.fuzz.json_mutating import change_json
-from tests.fuzz.mutating import Mutator
+from tests.fuzz.mutating import Mutator, Varier
 from tests.fuzz.target import Target
 
 VALID = bytes(range(40))
@@ -38,6 +38,39 @@ def test_words_and_pieces_of_others_are_put_in() -> None:
     made = [spliced.mutate(VALID, b"abcdefgh") for _ in range(300)]
     assert any(b"SECRET" in each for each in made)
     assert any(b"abc" in each for each in made)
+
+
+def varier(seed: int, **options: object) -> Varier:
+    target = Target("toy", lambda data: None, lambda: [VALID], **options)  # type: ignore[arg-type]
+    return Varier(random.Random(seed), target)
+
+
+def test_a_lot_of_inputs_is_near_the_known_one() -> None:
+    lot = list(varier(3).vary(VALID, b"other", 1000))
+    assert lot == list(varier(3).vary(VALID, b"other", 1000))
+    assert len(lot) == 1000
+    assert len(set(lot)) > 600
+    assert sum(each[:8] == VALID[:8] for each in lot) > 300
+    changed = {
+        place
+        for each in lot
+        for place in range(40)
+        if each[place : place + 1] != VALID[place : place + 1]
+    }
+    assert changed == set(range(40))
+
+
+def test_a_lot_of_inputs_has_lengths_words_and_pieces_of_others() -> None:
+    lot = list(varier(4, words=(b"SECRET",), length_limit=50).vary(VALID, b"abcdefgh", 2000))
+    assert any(b"SECRET" in each for each in lot)
+    assert any(b"abc" in each for each in lot)
+    assert any(each.endswith(b"\x04\0\0\0" + VALID[-4:]) for each in lot)
+    assert max(map(len, lot)) == 50
+    assert min(map(len, lot)) < 10
+
+
+def test_the_empty_input_has_a_lot_of_others_near_it() -> None:
+    assert len(set(varier(5).vary(b"", b"", 500))) > 20
 
 
 def test_json_stays_json_with_other_values() -> None:

@@ -40,7 +40,11 @@ FOUND = [
 
 @pytest.mark.parametrize(("name", "data"), FOUND)
 def test_what_was_found_once_is_refused(name: str, data: bytes) -> None:
-    assert targets.load(name).check_memory(data) is not None
+    target = targets.load(name)
+    assert target.check_memory(data) is not None
+    if target.bare is not None:
+        with target.bare() as bare:
+            bare(data)
 
 
 def test_a_sparse_tensor_is_left_to_those_who_describe_tensors() -> None:
