@@ -31,7 +31,7 @@ help:
 	@echo "make end-to-end       whole programs, tests of the tools, a sample of PyTorch's own tests"
 	@echo "make test-launchers   starts by ssh, SLURM, Ray, Kubernetes, mpirun, torchrun: those installed"
 	@echo "make test-gpu         tensors on a GPU (WEFT_TEST_DEVICE=cpu: those that need none)"
-	@echo "make thorough         all random programs and seeds, and tests like others that make check runs"
+	@echo "make thorough         all random programs and seeds, and ten million made-up inputs for each decoder in C"
 	@echo "make quick   those that take a few minutes"
 	@echo "make matrix  the quick tests on each Python and torch that there are (tests/matrix.py)"
 	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
@@ -105,11 +105,16 @@ SANITIZERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-na
 WITH_SANITIZERS = LD_PRELOAD='$(SANITIZERS)' ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
     WEFT_NATIVE=1 PYTHONPATH=$(SANITIZED)/lib:.
 
-.PHONY: sanitize
-sanitize: $(VENV)/.installed-fuzz
+FUZZ_NATIVE = $(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames ring messages --engine mutational
+
+.PHONY: sanitized
+sanitized: $(VENV)/.installed-fuzz
 	@rm -rf $(SANITIZED)
 	@CC=gcc CFLAGS='-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1' \
 	    $(PY) setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+
+.PHONY: sanitize
+sanitize: sanitized
 	@$(WITH_SANITIZERS) $(PYTEST) tests/unit/test_native.py -k 'not plain' \
 	    tests/unit/rpc/test_call_frames.py \
 	    tests/unit/engine/codec/test_values.py tests/unit/engine/codec/test_makers.py \
@@ -119,8 +124,7 @@ sanitize: $(VENV)/.installed-fuzz
 	    tests/unit/engine/io/test_ring.py tests/unit/engine/io/test_asking_serving.py \
 	    tests/unit/rpc/test_decoding.py tests/unit/rpc/test_replies.py \
 	    tests/unit/engine/io/test_resumable.py
-	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames ring messages --engine mutational \
-	    $(or $(ARGS),--frames 20000)
+	@$(FUZZ_NATIVE) $(or $(ARGS),--frames 6000 --bare 200000)
 
 WHOLE_PROGRAMS := tests/end_to_end tests/contract/end_to_end
 LAUNCHERS := tests/launchers tests/contract/launchers
@@ -130,11 +134,12 @@ THOROUGH := tests/unit tests/simulation $(call process_tests,\
     autograd_programs higher_order meta_gradients meta_gradients_loss meta_gradients_traffic)
 
 .PHONY: thorough
-thorough: $(VENV)/.installed-test
+thorough: $(VENV)/.installed-test sanitized
 	@WEFT_TEST_THOROUGH=1 $(PYTEST) $(THOROUGH) $(ARGS)
 	@WEFT_TEST_THOROUGH=1 $(PYTEST) $(WHOLE_PROGRAMS) tests/processes tests/contract/processes \
 	    -m thorough
 	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest tests/end_to_end/test_training_faults.py
+	@$(FUZZ_NATIVE) --bare 10000000
 
 # One run, as each start of pytest imports all that its tests need. The tests for a GPU keep a group
 # for the whole run, so they have their own.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tests.fuzz.target import Target
+from tests.fuzz.memory import at_end_of, exact_memory
+from tests.fuzz.target import Bare, Target
 from torchweft.engine.codec.tensors import (
     COMPUTED,
     PARAMETER,
@@ -20,6 +22,7 @@ from torchweft.engine.codec.tensors import (
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.native import native
 
+_LENGTH_LIMIT = 512
 _MAY_RAISE = (ProtocolError, SerializationError)
 """``SerializationError`` for a dtype that only other workers have."""
 
@@ -72,9 +75,16 @@ def run(data: bytes) -> Exception | None:
     return None
 
 
-def _bare(data: bytes) -> bool:
-    assert native is not None
-    return native.decode_tensors(data, 0) is not None
+@contextlib.contextmanager
+def bare() -> Iterator[Bare]:
+    """Yields the native decoder."""
+    memory = exact_memory(_LENGTH_LIMIT)
+
+    def decode_natively(data: bytes) -> bool:
+        assert native is not None
+        return native.decode_tensors(at_end_of(memory, data), 0) is not None
+
+    yield decode_natively
 
 
 def seeds() -> list[bytes]:
@@ -97,4 +107,6 @@ def seeds() -> list[bytes]:
     return [each[0] for each in encoded if each is not None]
 
 
-TARGET = Target("inline", run, seeds, bare=None if native is None else lambda: nullcontext(_bare))
+TARGET = Target(
+    "inline", run, seeds, length_limit=_LENGTH_LIMIT, bare=None if native is None else bare
+)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import torch
 
-from tests.fuzz.target import Target
+from tests.fuzz.memory import at_end_of, exact_memory
+from tests.fuzz.target import Bare, Target
 from torchweft.engine.codec.tensors import encode_tensors
 from torchweft.engine.codec.values import encode as encode_value
 from torchweft.engine.codec.values import no_home, refusal_of, refuse_home
@@ -34,6 +35,8 @@ from torchweft.engine.wire.messages import (
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
+
+_LENGTH_LIMIT = 256
 
 
 def _check_twin(data: memoryview) -> None:
@@ -223,10 +226,18 @@ _BARE: tuple[Callable[[memoryview], object], ...] = (
 )
 
 
-def _bare(data: bytes) -> bool:
-    if len(data) < 2:
-        return False
-    return _BARE[data[0] % len(_BARE)](memoryview(data)[1:]) is not NotImplemented
+@contextlib.contextmanager
+def bare() -> Iterator[Bare]:
+    """Yields what gives the rest of an input to the native twin that its first byte names."""
+    memory = exact_memory(_LENGTH_LIMIT)
+
+    def decode_natively(data: bytes) -> bool:
+        if len(data) < 2:
+            return False
+        decode = _BARE[data[0] % len(_BARE)]
+        return decode(at_end_of(memory, data)[1:]) is not NotImplemented
+
+    yield decode_natively
 
 
 def _value_seed(value: object) -> bytes:
@@ -280,6 +291,6 @@ TARGET = Target(
     "messages",
     run,
     seeds,
-    length_limit=256,
-    bare=None if native is None else lambda: nullcontext(_bare),
+    length_limit=_LENGTH_LIMIT,
+    bare=None if native is None else bare,
 )

@@ -8,13 +8,13 @@ the ring is large, gives frames that the peer has written, or ends the connectio
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import random
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from tests.fuzz.memory import exact_memory
 from tests.fuzz.sockets import SocketPair, socket_pair
 from tests.fuzz.target import Bare, Target
 from torchweft.engine.wire.frames import HEADER, Frame, encode_frame
@@ -35,23 +35,13 @@ _STEP_HEAD = struct.Struct("<BBH")
 _HEAD_ALIGNMENT = 64
 
 
-def _aligned_memory() -> bytearray:
-    """Returns memory of a ring from the heap, behind whose end a sanitizer sees every access."""
-    others: list[bytearray] = []
-    while True:
-        memory = bytearray(_MEMORY_BYTES)
-        if ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HEAD_ALIGNMENT == 0:
-            return memory
-        others.append(memory)  # Keep its place.
-
-
 _ZEROS = bytes(_MEMORY_BYTES)
 
 
 class _Sides:
     """This side's link, and what its peer can do."""
 
-    def __init__(self, memory: bytearray, sockets: SocketPair) -> None:
+    def __init__(self, memory: memoryview, sockets: SocketPair) -> None:
         assert native is not None
         self.memory, self.sockets = memory, sockets
         self.memory[:] = _ZEROS
@@ -179,7 +169,7 @@ def _run(data: bytes) -> Exception | None:
 def bare() -> Iterator[Bare]:
     """Yields what carries out steps; it raises OSError where this side ends the connection."""
     with socket_pair() as sockets:
-        memory = _aligned_memory()
+        memory = exact_memory(_MEMORY_BYTES, _HEAD_ALIGNMENT)
 
         def carry_out(data: bytes) -> bool:
             sides = _Sides(memory, sockets)

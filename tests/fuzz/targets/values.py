@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.fuzz.memory import at_end_of, exact_memory
 from tests.fuzz.target import Bare, Target
 from tests.marked import names_of
 from torchweft.engine.codec.registry import rebuilds_plain
@@ -43,6 +44,7 @@ def found() -> None:
     """The function that every name resolves to here."""
 
 
+_LENGTH_LIMIT = 512
 _EXTERNALS = (_Reference(), _Reference())
 
 
@@ -93,11 +95,12 @@ def run(data: bytes) -> Exception | None:
 @contextlib.contextmanager
 def bare() -> Iterator[Bare]:
     """Yields the native decoder, for tensors that all inputs share."""
-    tensors = _tensors()
+    tensors, memory = _tensors(), exact_memory(_LENGTH_LIMIT)
 
     def decode_natively(data: bytes) -> bool:
         assert native is not None
-        value = native.decode_values(data, tensors, _EXTERNALS, _resolve, _come_home)
+        payload = at_end_of(memory, data)
+        value = native.decode_values(payload, tensors, _EXTERNALS, _resolve, _come_home)
         for tensor in tensors:
             vars(tensor).clear()
         return value is not NotImplemented
@@ -154,6 +157,6 @@ TARGET = Target(
     run,
     seeds,
     words=tuple(name.encode() for name in sorted(names_of(rebuilds_plain))),
-    length_limit=512,
+    length_limit=_LENGTH_LIMIT,
     bare=None if native is None else bare,
 )
