@@ -124,7 +124,7 @@ sanitize: sanitized
 	    tests/unit/engine/io/test_ring.py tests/unit/engine/io/test_asking_serving.py \
 	    tests/unit/rpc/test_decoding.py tests/unit/rpc/test_replies.py \
 	    tests/unit/engine/io/test_resumable.py
-	@$(FUZZ_NATIVE) $(or $(ARGS),--frames 6000 --bare 200000)
+	@$(FUZZ_NATIVE) $(or $(ARGS),--frames 4000 --bare 200000)
 
 WHOLE_PROGRAMS := tests/end_to_end tests/contract/end_to_end
 LAUNCHERS := tests/launchers tests/contract/launchers

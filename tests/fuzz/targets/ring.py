@@ -183,13 +183,12 @@ def bare() -> Iterator[Bare]:
 
 
 def _carry_out(sides: _Sides, data: bytes) -> None:
-    at = 0
-    while at + _STEP_HEAD.size <= len(data):
-        kind, size, number = _STEP_HEAD.unpack_from(data, at)
-        at += _STEP_HEAD.size
-        content = data[at : at + size % 24]
-        _STEPS[kind % len(_STEPS)](sides, number, content)
-        at += size % 24
+    end, last = 0, len(data) - _STEP_HEAD.size
+    while end <= last:
+        kind, size, number = _STEP_HEAD.unpack_from(data, end)
+        begin = end + _STEP_HEAD.size
+        end = begin + size % 24
+        _STEPS[kind % len(_STEPS)](sides, number, data[begin:end])
     for frame in sides.frames:
         assert len(frame.control) <= _RECEIVE_BYTES
 

@@ -36,6 +36,8 @@ def test_what_it_starts_from_is_mostly_valid(name: str) -> None:
 
 @pytest.mark.parametrize("name", targets.NAMES)
 def test_a_moment_of_fuzzing_finds_nothing(name: str, tmp_path: Path) -> None:
+    if name == "ring" and native is None:
+        pytest.skip("there is no native twin here, and no other one")
     target = targets.load(name)
     report = mutational.fuzz(target, Plan(FRAMES, seed=5, findings=tmp_path))
     target.end()
