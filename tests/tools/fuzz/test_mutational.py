@@ -97,7 +97,9 @@ def test_a_fault_of_a_bare_decoder_is_found_and_its_input_kept(tmp_path: Path) -
 
 
 def test_a_bare_decoder_that_ends_the_process_leaves_its_input(tmp_path: Path) -> None:
-    code = subprocess.run([sys.executable, "-m", __name__, tmp_path / "last"], timeout=60).returncode
+    code = subprocess.run(
+        [sys.executable, "-m", __name__, tmp_path / "last"], timeout=60
+    ).returncode
     assert code == DEADLY_CODE
     last = read_last_input(tmp_path / "last")
     assert is_deadly(last)
