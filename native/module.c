@@ -58,7 +58,6 @@ static int find_parts(void)
         keep("torch.nn", "Parameter", &library.parameter_type) ||
         keep("torch", "strided", &library.strided_layout) ||
         keep("torchweft.engine.wire.frames", "Frame", &library.frame_type) ||
-        keep("torchweft.engine.wire.messages", "decode_call", &library.decode_call) ||
         keep("torchweft.engine.wire.messages", "split_names", &library.split_names) ||
         keep("torchweft.engine.threads.thread_modes", "has_modes", &library.has_modes) ||
         keep("collections", "OrderedDict", &library.ordered_dict))
@@ -76,8 +75,6 @@ static PyMethodDef methods[] = {
     {"decode_values", (PyCFunction)(void (*)(void))values_decode, METH_FASTCALL, NULL},
     {"encode_call", (PyCFunction)(void (*)(void))call_encode, METH_FASTCALL, NULL},
     {"encode_result", call_encode_result, METH_VARARGS, NULL},
-    {"decode_call", call_decode, METH_O, NULL},
-    {"decode_message", call_decode_message, METH_VARARGS, NULL},
     {"decode_answer", call_decode_answer, METH_VARARGS, NULL},
     {"serve_call", (PyCFunction)(void (*)(void))serve_call, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

@@ -14,7 +14,7 @@ typedef struct {
     const dlpack_api *dlpack;
     PyObject *tensor_type, *parameter_type, *strided_layout;
     PyObject *frame_type, *ordered_dict;
-    PyObject *decode_call, *split_names; /* Plain twins. */
+    PyObject *split_names; /* A plain twin. */
     PyObject *starts, *answer, *locked, *frame, *requires_grad; /* Names of attributes. */
     PyObject *has_modes;   /* Whether torch has modes or transforms, or traces. */
 } library_parts;
@@ -32,6 +32,8 @@ static inline int is_true(PyObject *value)
     return found;
 }
 
+/* Returns a result, which has the plain twin go on, whatever ordinary exception is set. */
+PyObject *left_to_plain(PyObject *result);
 /* Takes the exception that is set; returns it as an object, with its traceback. */
 PyObject *take_error(void);
 
@@ -40,41 +42,25 @@ PyObject *tensors_set_dtype(PyObject *module, PyObject *arguments);
 /* Returns a new bytearray with `front` bytes for the caller to write, and a list of tensors behind
  * them; None for the plain twin. */
 PyObject *tensors_behind(PyObject *tensors, size_t front, bool *requires_grad);
+/* Reads tensors up to the end, and the flags of each: a byte in `flags`, and all in one. Without
+ * `flags`, a tensor that has some is not read. Returns a list; NULL for the plain twin. */
+PyObject *tensors_read(reader from, buffer *flags, uint8_t *all_flags);
 PyObject *tensors_encode(PyObject *module, PyObject *tensors);
 PyObject *tensors_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 
 PyObject *values_set_parts(PyObject *module, PyObject *arguments);
 PyObject *values_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+/* Returns a value; NotImplemented if the bytes are malformed. */
+PyObject *values_read(reader in, PyObject *tensors, PyObject *externals, PyObject *resolve,
+                      PyObject *come_home);
 PyObject *values_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 
-typedef struct {
-    double remaining_s;
-    long long creation;
-    uint64_t context_id, message_id;
-    uint32_t name_bytes, span_bytes, reference_count, payload_bytes;
-} call_head;
-_Static_assert(sizeof(call_head) == 48, "a compiler has put gaps into the head of a CALL");
-
-/* Reads a head, and where its value begins and ends; returns whether it is well-formed and usual. */
-bool call_read_head(call_head *head, const void *data, Py_ssize_t size, Py_ssize_t *start, Py_ssize_t *end);
-/* Returns whether a value needs no pickle, and its first tensor no graph. */
-bool call_is_plain(PyObject *control, Py_ssize_t start, Py_ssize_t end);
-/* Returns the value of a payload from `start` to `end`, before its tensors; NotImplemented for all that
- * the plain twin has to look at or refuse. The rest: most tensors, `resolve` and `come_home`. */
-PyObject *call_value(PyObject *module, PyObject *control, Py_ssize_t start, Py_ssize_t end,
-                     PyObject *const rest[3]);
-/* Returns the value in the frame of a REPLY; otherwise as `call_value`. */
+/* Returns the value in the frame of a REPLY; NotImplemented for all that the plain twin has to look at
+ * or refuse. The rest: most tensors, `resolve` and `come_home`. */
 PyObject *call_answer(PyObject *frame, PyObject *const rest[3]);
-/* Returns the frame of a REPLY; False for a result that needs a pickle; None for others that are not
- * encoded here. The rest: receiver, most tensors, `home_of`. */
-PyObject *call_reply(PyObject *module, uint64_t number, uint64_t context_id, PyObject *result,
-                     PyObject *const rest[3]);
 PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *call_encode_result(PyObject *module, PyObject *arguments);
-PyObject *call_decode(PyObject *module, PyObject *control);
-PyObject *call_decode_message(PyObject *module, PyObject *arguments);
 PyObject *call_decode_answer(PyObject *module, PyObject *arguments);
-
 PyObject *serve_call(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 
 #endif

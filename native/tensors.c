@@ -98,13 +98,12 @@ static bool is_contiguous(const int64_t *shape, const int64_t *strides, int ndim
     return true;
 }
 
-/* Returns None, so that the plain twin goes on, whatever ordinary exception is set. */
-static PyObject *left_to_plain(void)
+PyObject *left_to_plain(PyObject *result)
 {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
         return NULL; /* Such as KeyboardInterrupt. */
     PyErr_Clear();
-    Py_RETURN_NONE;
+    return Py_NewRef(result);
 }
 
 /* ---------------------------------------------------------------------------------- Encoding */
@@ -218,7 +217,7 @@ PyObject *tensors_behind(PyObject *tensors, size_t front, bool *requires_grad)
         limit = MESSAGE_LIMIT_BYTES;
     for (; place < count && count <= MOST_TENSORS && total <= limit; place++) {
         if (describe(PyList_GET_ITEM(tensors, place), &all[place]))
-            return left_to_plain();
+            return left_to_plain(Py_None);
         total += described_bytes(&all[place]);
         all_flags |= all[place].flags;
     }
@@ -333,25 +332,30 @@ static PyObject *new_tensor(const head *each, const unsigned char *memory)
     return object;
 }
 
-/* Reads tensors up to the end, and the flags of each; counts the tensors that have flags. */
-static int read_all(reader *from, PyObject *tensors, buffer *flags, size_t *noted_count)
+/* Reads the next tensor, and adds its flags to those of all; without a place for them, it has none. */
+static int read_tensor(reader *from, PyObject *tensors, buffer *flags, uint8_t *all_flags)
 {
-    while (from->at < from->end) {
-        head each;
-        if (read_head(from, &each))
-            return -1;
-        PyObject *tensor = new_tensor(&each, from->at);
-        if (tensor == NULL)
-            return -1;
-        from->at += each.size_bytes;
-        uint8_t noted = each.flags & ~STRIDED;
-        *noted_count += noted != 0;
-        int is_failed = PyList_Append(tensors, tensor) || buffer_add(flags, &noted, 1);
-        Py_DECREF(tensor);
-        if (is_failed)
-            return -1;
-    }
-    return 0;
+    head each;
+    if (read_head(from, &each))
+        return -1;
+    uint8_t noted = each.flags & ~STRIDED;
+    *all_flags |= noted;
+    if (flags == NULL ? noted : buffer_add(flags, &noted, 1))
+        return -1;
+    PyObject *tensor = new_tensor(&each, from->at);
+    int status = tensor == NULL ? -1 : PyList_Append(tensors, tensor);
+    Py_XDECREF(tensor);
+    from->at += each.size_bytes;
+    return status;
+}
+
+PyObject *tensors_read(reader from, buffer *flags, uint8_t *all_flags)
+{
+    PyObject *tensors = reader_left(&from) > MESSAGE_LIMIT_BYTES ? NULL : PyList_New(0);
+    while (tensors != NULL && from.at < from.end)
+        if (read_tensor(&from, tensors, flags, all_flags))
+            Py_CLEAR(tensors);
+    return tensors;
 }
 
 /* decode_tensors(data, position) -> (tensors, a byte of flags for each, or none if no tensor needs a
@@ -365,17 +369,15 @@ PyObject *tensors_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments
     if (PyErr_Occurred() || PyObject_GetBuffer(arguments[0], &data, PyBUF_SIMPLE))
         return NULL;
     const unsigned char *begin = data.buf;
-    PyObject *made = NULL, *tensors = PyList_New(0);
+    PyObject *made = NULL, *tensors = NULL;
     buffer flags = {0};
-    bool is_usual = position >= 0 && position <= data.len &&
-                    data.len - position <= MESSAGE_LIMIT_BYTES && tensors != NULL;
-    size_t noted = 0;
-    reader from = {begin + position, begin + data.len};
-    if (is_usual && !read_all(&from, tensors, &flags, &noted))
-        made = Py_BuildValue("Oy#", tensors, noted ? (char *)flags.data : "",
-                             noted ? (Py_ssize_t)flags.size : (Py_ssize_t)0);
+    uint8_t all_flags = 0;
+    if (position >= 0 && position <= data.len)
+        tensors = tensors_read((reader){begin + position, begin + data.len}, &flags, &all_flags);
+    if (tensors != NULL)
+        made = Py_BuildValue("Ny#", tensors, all_flags ? (char *)flags.data : "",
+                             all_flags ? (Py_ssize_t)flags.size : (Py_ssize_t)0);
     PyMem_Free(flags.data);
-    Py_XDECREF(tensors);
     PyBuffer_Release(&data);
-    return made == NULL ? left_to_plain() : made;
+    return made == NULL ? left_to_plain(Py_None) : made;
 }

@@ -461,8 +461,18 @@ static PyObject *read_value(decoder *from)
     return value;
 }
 
-/* decode_values(data, tensors, externals, resolve, come_home) -> the value, or NotImplemented if the
- * bytes are malformed; see values.decode. */
+PyObject *values_read(reader in, PyObject *tensors, PyObject *externals, PyObject *resolve,
+                      PyObject *come_home)
+{
+    decoder from = {in, tensors, externals, resolve, come_home, NULL, 0};
+    PyObject *value = read_value(&from);
+    if (value != NULL && from.in.at != from.in.end)
+        Py_CLEAR(value);
+    Py_XDECREF(from.containers);
+    return value == NULL && !PyErr_Occurred() ? Py_NewRef(Py_NotImplemented) : value;
+}
+
+/* decode_values(data, tensors, externals, resolve, come_home): see `values_read`, and values.decode. */
 PyObject *values_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
     Py_buffer data;
@@ -471,17 +481,8 @@ PyObject *values_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments,
     if (PyObject_GetBuffer(arguments[0], &data, PyBUF_SIMPLE))
         return NULL;
     const unsigned char *begin = data.buf;
-    decoder from = {.in = {begin, begin + data.len},
-                    .tensors = arguments[1],
-                    .externals = arguments[2],
-                    .resolve = arguments[3],
-                    .come_home = arguments[4]};
-    PyObject *value = read_value(&from);
-    if (value != NULL && from.in.at != from.in.end)
-        Py_CLEAR(value);
-    if (value == NULL && !PyErr_Occurred())
-        value = Py_NewRef(Py_NotImplemented);
-    Py_XDECREF(from.containers);
+    PyObject *value = values_read((reader){begin, begin + data.len}, arguments[1], arguments[2],
+                                  arguments[3], arguments[4]);
     PyBuffer_Release(&data);
     return value;
 }

@@ -18,8 +18,6 @@ part of the module in C     does as
 ``encode_values``           ``values.encode``; False where that returns None
 ``decode_values``           ``values.decode`` without a limit; NotImplemented for malformed bytes
 ``encode_call``             ``codec.objects.plain_frame``; None also for what is too large
-``decode_call``             ``wire.messages.decode_call``
-``decode_message``          ``Decoder.open`` of ``rpc.codec``; NotImplemented for what it leaves
 ``decode_answer``           ``Decoder.result_of``; NotImplemented for an answer that it leaves
 ``encode_result``           ``Worker.reply`` of ``rpc.worker``: the frame of the answer; False for a
                             result that needs a pickle, None for others that it leaves

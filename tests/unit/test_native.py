@@ -113,17 +113,20 @@ def _every_kind() -> Any:
 
 
 @needs_native
-def test_serving_calls_leaks_nothing() -> None:
+def test_answering_calls_leaks_nothing() -> None:
     assert native is not None
     leaf, value = torch.ones(2, requires_grad=True), _every_kind()[:4]
-    call = encode_call(math.inf, NO_CREATION, 0, 0, b"name" * 9, b"span", (), b"")
     answer = native.encode_result(7, 0, (*value, torch.ones(3)), True, 9, values.no_home)
     assert answer
-    _, _, _, start, end = decode_reply(answer[HEADER_BYTES:])
-    control = answer[HEADER_BYTES:]
+    control = bytes(answer[HEADER_BYTES:])
+    *_, start, end = decode_reply(control)
+    payload, tensors = control[start:end], control[end:]
 
     def fail(_: object) -> None:
         raise RuntimeError("this program fails")
+
+    def read(control: bytes, most: int = 9) -> Any:
+        return native.decode_answer(Frame(Kind.REPLY, 0, 7, control, ()), (most, fail, fail))
 
     def run() -> None:
         for results, expected in (((*value, leaf), None), ([object()], False), (leaf, None)):
@@ -131,16 +134,12 @@ def test_serving_calls_leaks_nothing() -> None:
         native.encode_result(7, 0, (*value, torch.ones(3)), True, 9, values.no_home)
         with pytest.raises(RuntimeError, match="this program fails"):
             native.encode_result(7, 0, [object()], True, 9, fail)
-        native.decode_call(call)
-        with pytest.raises(ProtocolError):
-            native.decode_call(call[:50])
-        for message in (control[:start], control[:start] + control[end:]):
-            native.decode_message(message, start, start, 9, fail, fail)
-        for most in (0, 9):
-            native.decode_message(control, start, end, most, fail, fail)
-        for size in (end - 3, len(control) - 3):
-            cut = native.decode_message(control[:size], start, end, 9, fail, fail)
-            assert cut is NotImplemented
+        assert read(encode_reply(0, 0, (), b"")) is None
+        assert read(encode_reply(0, 0, (), b"", tensors)).shape == (3,)
+        assert read(control)[:4] == value
+        assert read(control, 0) is NotImplemented
+        for cut in (control[: end - 3], control[:-3], encode_reply(0, 0, (), payload[:-3])):
+            assert read(cut) is NotImplemented
 
     assert _rounds(run) < 2000
 

@@ -29,7 +29,6 @@ from torchweft.engine.codec.tensors import (
     NO_MEMORY,
     NO_TENSORS,
     SHARED,
-    STRIDED,
     Encoded,
     decode_tensors,
     encode_tensors,
@@ -44,7 +43,6 @@ from torchweft.engine.codec.values import (
     decode,
     encode,
     no_home,
-    refusal_of,
     unfolded_limit,
 )
 from torchweft.engine.protocol.registration import why_not_by_value
@@ -58,12 +56,10 @@ from torchweft.engine.threads.thread_modes import (
     has_modes,
     plain_operations,
 )
-from torchweft.engine.wire import messages
 from torchweft.engine.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame
 from torchweft.engine.wire.messages import (
     ERROR_REPLY,
     NAMED,
-    NO_CONTEXTS,
     NO_CREATION,
     NO_GRAD,
     TABLES,
@@ -495,11 +491,6 @@ _is_in_inference_mode = torch.is_inference_mode_enabled
 _InferenceMode: Any = getattr(torch._C, "_InferenceMode")  # noqa: B009 (its stub lacks it)
 
 
-_USUAL_FLAGS = (0, STRIDED)
-"""Flags of a tensor that needs no closer look; those of the first one stand behind its dtype."""
-decode_call = messages.decode_call if native is None else native.decode_call
-
-
 class Decoder:
     """Makes values of messages: places tensors in their graphs, and takes references over.
 
@@ -542,12 +533,12 @@ class Decoder:
         self._is_strict = reader.is_strict
         self.take_home = self._come_home
         """Returns the reference of this worker that has come home."""
-        self._decode = None if native is None or reader.is_strict else native.decode_message
+        self._is_native = native is not None and not reader.is_strict
 
     def natively(self) -> tuple[Any, ...]:
         """Returns what the native twin takes to decode values here; empty if it may not."""
         if (
-            self._decode is None
+            not self._is_native
             or _is_in_inference_mode()
             or has_dispatch_modes()
             or has_function_modes()
@@ -576,7 +567,7 @@ class Decoder:
         flags = frame.flags
         control: Any = frame.control
         is_own = type(control) is LocalMessage
-        if self._decode is not None and not (flags or is_own):
+        if self._is_native and not (flags or is_own):
             decodes = self._tensor_limit, self._resolve_value, self.take_home
             try:
                 value = native.decode_answer(frame, decodes)
@@ -649,24 +640,6 @@ class Decoder:
             is_answer: Whether it is the result of a call.
         """
         context_id, message_id, references, start, end = head
-        if (
-            self._decode is not None
-            and message is None
-            and not (message_id or references)
-            and context_id in NO_CONTEXTS
-            and (start == end or control[start] != PICKLE)
-            and (end + 1 >= len(control) or control[end + 1] in _USUAL_FLAGS)
-        ):
-            try:
-                limit, resolve, take_home = self._tensor_limit, self._resolve_value, self.take_home
-                value = self._decode(control, start, end, limit, resolve, take_home)
-            except Exception as error:
-                refusal = refusal_of(error)
-                if refusal is None:
-                    raise
-                raise refusal from None
-            if value is not NotImplemented:
-                return value
         if message_id and message_id >> WORKER_SHIFT != peer.id:
             raise self._not_its_own(peer, message_id)
         externals: Sequence[object] = ()

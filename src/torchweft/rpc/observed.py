@@ -40,7 +40,7 @@ from torchweft.engine.threads.interrupts import all_stacks
 from torchweft.engine.threads.reactor import Reactor
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.wire.frames import Buffer, Frame, encode_frame
-from torchweft.engine.wire.messages import Kind
+from torchweft.engine.wire.messages import Kind, decode_call
 from torchweft.engine.worker import current as current_agent
 from torchweft.engine.worker.agent import Agent, Slot
 from torchweft.engine.worker.calls import PendingCall
@@ -56,7 +56,6 @@ from torchweft.errors import (
 )
 from torchweft.free_threading import shared_count
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.codec import decode_call
 from torchweft.rpc.worker import WORKER, Worker
 
 _MOST_FRAMES = 100

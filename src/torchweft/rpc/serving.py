@@ -34,6 +34,7 @@ from torchweft.engine.wire.messages import (
     NO_GRAD,
     TABLES,
     ValueHead,
+    decode_call,
     split_names,
 )
 from torchweft.engine.worker.calls import current_call
@@ -51,7 +52,6 @@ from torchweft.errors import (
 )
 from torchweft.ids import ReferenceId
 from torchweft.native import native
-from torchweft.rpc.codec import decode_call
 from torchweft.rpc.worker import Worker, current_worker
 
 ASYNC_MARK = "_wrapped_async_rpc_function"

@@ -42,7 +42,7 @@ from torchweft.engine.threads.thread_modes import (
     plain_operations,
 )
 from torchweft.engine.wire.frames import Frame
-from torchweft.engine.wire.messages import NO_GRAD, TABLES, Kind
+from torchweft.engine.wire.messages import NO_GRAD, TABLES, Kind, decode_call
 from torchweft.engine.worker.agent import Agent, Slot
 from torchweft.engine.worker.calls import PendingCall, Spins, current_call, kinds_of
 from torchweft.engine.worker.current import current
@@ -72,7 +72,6 @@ from torchweft.rpc.calls import (
     open_calls,
     start,
 )
-from torchweft.rpc.codec import decode_call
 from torchweft.rpc.serving import (
     TAKEN,
     check_called,

@@ -32,43 +32,15 @@ from torchweft.engine.wire.messages import (
     encode_texts,
     with_names,
 )
-from torchweft.errors import ProtocolError, WeftError
+from torchweft.errors import WeftError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
 
 _LENGTH_LIMIT = 256
 
 
-def _check_twin(data: memoryview) -> None:
-    """Checks that the twin in C reads a call alike, and refuses it alike."""
-    assert native is not None
-    found: list[object] = []
-    for decode in (decode_call, native.decode_call):
-        try:
-            found.append(decode(data))
-        except ProtocolError as error:
-            found.append(str(error))
-    assert found[0] == found[1], "the twins differ"
-
-
 def _resolve(name: bytes) -> object:
-    return _value
-
-
-def _value_natively(data: memoryview) -> object:
-    end = min(1 + data[0], len(data))
-    assert native is not None
-    return native.decode_message(data, 1, end, 100, _resolve, refuse_home)
-
-
-def _value(data: memoryview) -> bytes:
-    """Reads a value and its tensors in one step; the first byte is the size of the payload."""
-    if native is not None and data:
-        try:
-            _value_natively(data)
-        except Exception as error:
-            raise refusal_of(error) or error from None
-    return bytes(data)
+    return _answer
 
 
 def _answer_natively(data: memoryview) -> object:
@@ -154,8 +126,6 @@ def _serve(data: memoryview) -> bytes:
 
 
 def _call(data: memoryview) -> bytes:
-    if native is not None:
-        _check_twin(data)
     remaining_s, creation, name, span, value = decode_call(data)
     context_id, message_id, references, start, end = value
     assert start <= end <= len(data)
@@ -189,7 +159,6 @@ _TRIPS: tuple[Callable[[memoryview], bytes], ...] = (
     _reply,
     lambda data: encode_ints(*decode_ints(data)),
     _step,
-    _value,
     _answer,
     _serve,
 )
@@ -208,19 +177,13 @@ def run(data: bytes) -> Exception | None:
     return None
 
 
-def _call_natively(data: memoryview) -> object:
-    assert native is not None
-    return native.decode_call(data)
-
-
 # The bytes of messages that only the plain twin reads go to native decoders of similar ones.
 _BARE: tuple[Callable[[memoryview], object], ...] = (
-    _call_natively,
-    _call_natively,
     _answer_natively,
-    _value_natively,
-    _call_natively,
-    _value_natively,
+    _serve_natively,
+    _answer_natively,
+    _serve_natively,
+    _answer_natively,
     _answer_natively,
     _serve_natively,
 )
@@ -240,13 +203,13 @@ def bare() -> Iterator[Bare]:
     yield decode_natively
 
 
-def _value_seed(value: object) -> bytes:
+def _answer_of(value: object) -> bytes:
     tensors: list[torch.Tensor] = []
     payload = encode_value(value, tensors, True)
     inlined = encode_tensors(tensors)
     assert payload is not None
     assert inlined is not None
-    return bytes([5, len(payload)]) + payload + inlined[0]
+    return encode_reply(0, 0, (), payload, inlined[0])
 
 
 def _call_seed(values: tuple[object, ...]) -> bytes:
@@ -276,12 +239,11 @@ def seeds() -> list[bytes]:
         b"\2" + encode_reply(0, 0, (), b""),
         b"\3" + encode_ints(1, -1, 1 << 62),
         b"\3" + encode_ints(),
-        _value_seed(3),
-        _value_seed(("text", {1: [2.5, None]}, torch.ones(2), torch.ones(3, 2).t())),
-        b"\6" + encode_reply(0, 0, (), _value_seed(3)[2:]),
-        b"\6" + encode_reply(0, 0, (), b"", _value_seed(torch.ones(3))[2:]),
-        b"\7\0" + _call_seed((1, "text", torch.ones(2))),
-        b"\7\4" + _call_seed(with_names((1,), {"more": [2, 3]})),
+        b"\5" + _answer_of(3),
+        b"\5" + _answer_of(("text", {1: [2.5, None]}, torch.ones(2), torch.ones(3, 2).t())),
+        b"\5" + encode_reply(0, 0, (), b"", encode_tensors([torch.ones(3)])[0]),
+        b"\6\0" + _call_seed((1, "text", torch.ones(2))),
+        b"\6\4" + _call_seed(with_names((1,), {"more": [2, 3]})),
         b"\4" + encode_ints(1, 0),
         b"\4" + encode_ints(6, 2, 2, 3) + encode_texts(["end of file", ""]),
     ]
