@@ -22,104 +22,91 @@ _Static_assert(sizeof(call_head) == 48, "a compiler has put gaps into the head o
 
 /* ---------------------------------------------------------------------------------- Encoding */
 
-static struct iovec part_of(PyObject *bytes)
-{
-    return (struct iovec){PyBytes_AS_STRING(bytes), (size_t)PyBytes_GET_SIZE(bytes)};
-}
-
-/* Returns a frame of parts, the first of which is its header, with tensors behind them; None if it is
- * too large, or for the plain twin. */
-static PyObject *frame_of(const struct iovec *parts, int count, PyObject *tensors, bool *requires_grad)
-{
-    size_t front = 0;
-    for (int place = 0; place < count; place++)
-        front += parts[place].iov_len;
-    if (front > PAYLOAD_LIMIT_BYTES)
-        Py_RETURN_NONE;
-    PyObject *frame = tensors_behind(tensors, front, requires_grad);
-    char *at = frame == NULL || frame == Py_None ? NULL : PyByteArray_AS_STRING(frame);
-    for (int place = 0; at != NULL && place < count; at += parts[place++].iov_len)
-        memcpy(at, parts[place].iov_base, parts[place].iov_len);
-    return frame;
-}
-
 /* encode_call(timeout_s, creation, name, span, values, tensors, receiver, home_of, inlines):
  * returns the frame, and whether a tensor requires grad, or False or None, as `plain_frame` does. */
-PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
+PyObject *call_encode(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
     if (count != 9 || !PyBytes_Check(arguments[2]) || !PyBytes_Check(arguments[3]) ||
         !PyList_CheckExact(arguments[5]))
         return PyErr_Format(PyExc_TypeError, "encode_call takes nine arguments");
-    call_head head = {.remaining_s = PyFloat_AsDouble(arguments[0]),
-                      .creation = PyLong_AsLongLong(arguments[1])};
-    if (PyErr_Occurred())
-        return NULL;
-    PyObject *payload = values_encode(module, arguments + 4, 4), *made = NULL;
-    if (payload == NULL || payload == Py_False)
-        return payload;
-    const char header[HEADER_BYTES] = {0}; /* It is filled in with the number of the call. */
-    const struct iovec parts[] = {
-        {(void *)header, sizeof header}, {&head, sizeof head},
-        part_of(arguments[2]), part_of(arguments[3]), part_of(payload),
-    };
-    head.name_bytes = (uint32_t)parts[2].iov_len;
-    head.span_bytes = (uint32_t)parts[3].iov_len;
-    head.payload_bytes = (uint32_t)parts[4].iov_len;
-    int is_left = 0;
-    if (PyList_GET_SIZE(arguments[5]))
-        is_left = arguments[8] != Py_True ? 1 : is_true(PyObject_CallNoArgs(library.has_modes));
+    PyObject *name = arguments[2], *span = arguments[3], *tensors = arguments[5], *made = NULL;
+    size_t name_bytes = (size_t)PyBytes_GET_SIZE(name), span_bytes = (size_t)PyBytes_GET_SIZE(span);
+    /* The header is filled in with the number of the call. */
+    struct {
+        unsigned char header[HEADER_BYTES];
+        call_head head;
+    } begin = {.head = {.remaining_s = PyFloat_AsDouble(arguments[0]),
+                        .creation = PyLong_AsLongLong(arguments[1]),
+                        .name_bytes = (uint32_t)name_bytes, .span_bytes = (uint32_t)span_bytes}};
+    buffer front = {0};
     bool requires_grad = false;
-    if (is_left == 0)
-        made = frame_of(parts, 5, arguments[5], &requires_grad);
-    else if (is_left > 0)
-        made = Py_NewRef(Py_None);
-    Py_DECREF(payload);
-    if (made == NULL || made == Py_None)
-        return made;
-    return Py_BuildValue("NO", made, requires_grad ? Py_True : Py_False);
+    if (PyErr_Occurred() || buffer_add(&front, &begin, sizeof begin) ||
+        buffer_add(&front, PyBytes_AS_STRING(name), name_bytes) ||
+        buffer_add(&front, PyBytes_AS_STRING(span), span_bytes))
+        goto done;
+    size_t before = front.size;
+    if (values_add(&front, arguments + 4)) {
+        made = PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
+        goto done;
+    }
+    begin.head.payload_bytes = (uint32_t)(front.size - before);
+    memcpy(front.data, &begin, sizeof begin);
+    int is_left = front.size > PAYLOAD_LIMIT_BYTES;
+    if (!is_left && PyList_GET_SIZE(tensors))
+        is_left = arguments[8] != Py_True ? 1 : is_true(PyObject_CallNoArgs(library.has_modes));
+    if (is_left)
+        made = is_left < 0 ? NULL : Py_NewRef(Py_None);
+    else
+        made = tensors_behind(tensors, &front, &requires_grad);
+    if (made != NULL && made != Py_None)
+        made = Py_BuildValue("NN", made, PyBool_FromLong(requires_grad));
+done:
+    PyMem_Free(front.data);
+    return made;
 }
 
 /* Returns the frame of a REPLY; False for a result that needs a pickle; None for others that are not
  * encoded here. The rest: receiver, most tensors, `home_of`. */
-static PyObject *reply_of(PyObject *module, uint64_t number, uint64_t context_id, PyObject *result,
-                          PyObject *const rest[3])
+static PyObject *reply_of(uint64_t number, uint64_t context_id, PyObject *result, PyObject *const rest[3])
 {
-    PyObject *frame = NULL, *tensors = PyList_New(0), *const values[] = {result, tensors, rest[0], rest[2]};
-    Py_ssize_t most = PyLong_AsSsize_t(rest[1]);
-    PyObject *payload = tensors == NULL ? NULL : values_encode(module, values, 4);
-    bool requires_grad = false;
-    if (payload == Py_False)
-        frame = Py_NewRef(payload);
-    else if (payload != NULL && PyList_GET_SIZE(tensors) <= most) {
-        struct iovec value = part_of(payload);
-        if (result == Py_None || (PyObject *)Py_TYPE(result) == library.tensor_type)
-            value.iov_len = 0;
-        uint32_t heads[10] = {REPLY, [9] = (uint32_t)value.iov_len};
-        memcpy(heads + 2, &number, 8);
-        memcpy(heads + 4, &context_id, 8);
-        const struct iovec parts[] = {{heads, sizeof heads}, value};
-        frame = frame_of(parts, 2, tensors, &requires_grad);
-        if (frame != NULL && frame != Py_None) {
-            uint32_t control_bytes = (uint32_t)(PyByteArray_GET_SIZE(frame) - HEADER_BYTES);
-            memcpy(PyByteArray_AS_STRING(frame) + 4, &control_bytes, 4);
-        }
+    uint32_t heads[10] = {REPLY};
+    memcpy(heads + 2, &number, 8);
+    memcpy(heads + 4, &context_id, 8);
+    buffer front = {0};
+    PyObject *frame = NULL, *tensors = PyList_New(0), *const parts[] = {result, tensors, rest[0], rest[2]};
+    if (tensors == NULL || buffer_add(&front, heads, sizeof heads))
+        goto done;
+    if (values_add(&front, parts)) {
+        frame = PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
+        goto done;
     }
-    if (requires_grad)
-        Py_CLEAR(frame);
-    Py_XDECREF(payload);
+    if (result == Py_None || (PyObject *)Py_TYPE(result) == library.tensor_type)
+        front.size = sizeof heads; /* Most results are one tensor or None. */
+    heads[9] = (uint32_t)(front.size - sizeof heads);
+    memcpy(front.data, heads, sizeof heads);
+    if (front.size > PAYLOAD_LIMIT_BYTES || PyList_GET_SIZE(tensors) > PyLong_AsSsize_t(rest[1]))
+        frame = Py_NewRef(Py_None);
+    else
+        frame = tensors_behind(tensors, &front, NULL);
+    if (frame != NULL && frame != Py_None) {
+        uint32_t control_bytes = (uint32_t)(PyByteArray_GET_SIZE(frame) - HEADER_BYTES);
+        memcpy(PyByteArray_AS_STRING(frame) + 4, &control_bytes, 4);
+    }
+done:
+    PyMem_Free(front.data);
     Py_XDECREF(tensors);
-    return frame == NULL && !PyErr_Occurred() ? Py_NewRef(Py_None) : frame;
+    return frame;
 }
 
 /* encode_result(number, context_id, result, receiver, most_tensors, home_of): see `reply_of`. */
-PyObject *call_encode_result(PyObject *module, PyObject *arguments)
+PyObject *call_encode_result(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     unsigned long long number, context_id;
     PyObject *result, *rest[3];
     if (!PyArg_ParseTuple(arguments, "KKOOOO", &number, &context_id, &result, &rest[0], &rest[1],
                           &rest[2]))
         return NULL;
-    return reply_of(module, number, context_id, result, rest);
+    return reply_of(number, context_id, result, rest);
 }
 
 /* ---------------------------------------------------------------------------------- Decoding */
@@ -261,16 +248,14 @@ static bool read_call(usual_call *self, PyObject *const *server, PyObject *frame
 /* Ends a call with what its function has returned, or with the error that it has raised. */
 static PyObject *answer(const usual_call *self, PyObject *const *server, PyObject *call, PyObject *result)
 {
-    PyObject *done, *frame = NULL;
+    PyObject *done, *frame;
     if (result == NULL) {
         PyObject *error = take_error();
         done = PyObject_CallFunctionObjArgs(call, Py_None, error, NULL);
         Py_XDECREF(error);
         return done;
     }
-    bool is_tensor = (PyObject *)Py_TYPE(result) == library.tensor_type;
-    if (!is_tensor || is_true(PyObject_GetAttr(result, library.requires_grad)) == 0)
-        frame = reply_of(NULL, self->number, self->head.context_id, result, server + RECEIVER);
+    frame = reply_of(self->number, self->head.context_id, result, server + RECEIVER);
     if (frame != NULL && PyByteArray_CheckExact(frame)) {
         done = PyObject_CallMethodOneArg(call, library.answer, frame);
     } else {

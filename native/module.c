@@ -48,7 +48,6 @@ static int make_names(void)
     library.answer = PyUnicode_InternFromString("answer");
     library.locked = PyUnicode_InternFromString("locked");
     library.frame = PyUnicode_InternFromString("frame");
-    library.requires_grad = PyUnicode_InternFromString("requires_grad");
     return PyErr_Occurred() ? -1 : 0;
 }
 

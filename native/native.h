@@ -15,7 +15,7 @@ typedef struct {
     PyObject *tensor_type, *parameter_type, *strided_layout;
     PyObject *frame_type, *ordered_dict;
     PyObject *split_names; /* A plain twin. */
-    PyObject *starts, *answer, *locked, *frame, *requires_grad; /* Names of attributes. */
+    PyObject *starts, *answer, *locked, *frame; /* Names of attributes. */
     PyObject *has_modes;   /* Whether torch has modes or transforms, or traces. */
 } library_parts;
 
@@ -39,9 +39,9 @@ PyObject *take_error(void);
 
 int tensors_init(void);
 PyObject *tensors_set_dtype(PyObject *module, PyObject *arguments);
-/* Returns a new bytearray with `front` bytes for the caller to write, and a list of tensors behind
- * them; None for the plain twin. */
-PyObject *tensors_behind(PyObject *tensors, size_t front, bool *requires_grad);
+/* Returns a new bytearray of what is in a buffer, and a list of tensors behind it; None for the plain
+ * twin. Without a place for `requires_grad`, no tensor may. */
+PyObject *tensors_behind(PyObject *tensors, const buffer *front, bool *requires_grad);
 /* Reads tensors up to the end, and the flags of each: a byte in `flags`, and all in one. Without
  * `flags`, a tensor that has some is not read. Returns a list; NULL for the plain twin. */
 PyObject *tensors_read(reader from, buffer *flags, uint8_t *all_flags);
@@ -49,6 +49,9 @@ PyObject *tensors_encode(PyObject *module, PyObject *tensors);
 PyObject *tensors_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 
 PyObject *values_set_parts(PyObject *module, PyObject *arguments);
+/* Adds a value to a buffer; its parts are the value, a list that gets its tensors, the receiver, and
+ * `home_of`. Returns -1 without an exception for a value that goes by pickle. */
+int values_add(buffer *out, PyObject *const parts[4]);
 PyObject *values_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 /* Returns a value; NotImplemented if the bytes are malformed. */
 PyObject *values_read(reader in, PyObject *tensors, PyObject *externals, PyObject *resolve,

@@ -207,7 +207,7 @@ static bool some_overlap(const described *all, size_t count)
     return false;
 }
 
-PyObject *tensors_behind(PyObject *tensors, size_t front, bool *requires_grad)
+PyObject *tensors_behind(PyObject *tensors, const buffer *front, bool *requires_grad)
 {
     described all[MOST_TENSORS];
     uint8_t all_flags = 0;
@@ -221,13 +221,17 @@ PyObject *tensors_behind(PyObject *tensors, size_t front, bool *requires_grad)
         total += described_bytes(&all[place]);
         all_flags |= all[place].flags;
     }
-    if (place < count || total > limit || (count > 1 && some_overlap(all, count)))
+    if (place < count || total > limit || (count > 1 && some_overlap(all, count)) ||
+        (requires_grad == NULL && all_flags & REQUIRES_GRAD))
         Py_RETURN_NONE;
-    PyObject *made = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(front + total));
-    unsigned char *at = made == NULL ? NULL : (unsigned char *)PyByteArray_AS_STRING(made) + front;
-    for (place = 0; at != NULL && place < count; place++)
+    PyObject *made = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(front->size + total));
+    if (made == NULL)
+        return NULL;
+    unsigned char *at = write_bytes((unsigned char *)PyByteArray_AS_STRING(made), front->data, front->size);
+    for (place = 0; place < count; place++)
         at = write_tensor(at, &all[place]);
-    *requires_grad = all_flags & REQUIRES_GRAD;
+    if (requires_grad != NULL)
+        *requires_grad = all_flags & REQUIRES_GRAD;
     return made;
 }
 
@@ -236,9 +240,9 @@ PyObject *tensors_encode(PyObject *Py_UNUSED(module), PyObject *tensors)
 {
     bool requires_grad;
     PyObject *list = PySequence_List(tensors);
-    PyObject *made = list == NULL ? NULL : tensors_behind(list, 0, &requires_grad);
+    PyObject *made = list == NULL ? NULL : tensors_behind(list, &(buffer){0}, &requires_grad);
     Py_XDECREF(list);
-    return made == NULL || made == Py_None ? made : Py_BuildValue("NO", made, requires_grad ? Py_True : Py_False);
+    return made == NULL || made == Py_None ? made : Py_BuildValue("NN", made, PyBool_FromLong(requires_grad));
 }
 
 /* ---------------------------------------------------------------------------------- Decoding */

@@ -38,7 +38,7 @@ typedef struct {
 } numbered;
 
 typedef struct {
-    buffer out;
+    buffer *out;
     PyObject *tensors;                /* A list, which gets each tensor once. */
     PyObject *receiver, *home_of;     /* For `unfold`. */
     numbered *slots;
@@ -97,7 +97,7 @@ static int add(encoder *into, PyObject *value);
 /* Adds a tag, and some bytes behind it. */
 static inline int add_tagged(encoder *into, unsigned char tag, const void *bytes, size_t size)
 {
-    unsigned char *at = buffer_extend(&into->out, 1 + size);
+    unsigned char *at = buffer_extend(into->out, 1 + size);
     if (at == NULL)
         return -1;
     at[0] = tag;
@@ -126,7 +126,7 @@ static int add_repeatable(encoder *into, unsigned char tag, PyObject *object, co
 {
     if (size > REPEATED_BYTES && check_first(into, object))
         return -1;
-    return add_number(into, tag, (size_t)size) ? -1 : buffer_add(&into->out, bytes, (size_t)size);
+    return add_number(into, tag, (size_t)size) ? -1 : buffer_add(into->out, bytes, (size_t)size);
 }
 
 static int add_text(encoder *into, PyObject *text)
@@ -151,7 +151,7 @@ static int add_unfolded(encoder *into, PyObject *value)
         PyObject *first = PyTuple_GET_ITEM(parts, 0);
         bool is_made = PyBytes_AS_STRING(first)[0] == MADE;
         if (!is_made || (++into->made_count <= MOST_MADE && !check_first(into, value)))
-            status = buffer_add(&into->out, PyBytes_AS_STRING(first), (size_t)PyBytes_GET_SIZE(first));
+            status = buffer_add(into->out, PyBytes_AS_STRING(first), (size_t)PyBytes_GET_SIZE(first));
         int depth = into->depth;
         into->depth += is_made ? 2 : 1;
         for (Py_ssize_t index = 1; !status && index < PyTuple_GET_SIZE(parts); index++)
@@ -271,21 +271,28 @@ static int add(encoder *into, PyObject *value)
     return add_unfolded(into, value);
 }
 
+int values_add(buffer *out, PyObject *const parts[4])
+{
+    encoder into = {.out = out, .tensors = parts[1], .receiver = parts[2], .home_of = parts[3]};
+    int status = add(&into, parts[0]);
+    for (size_t index = 0; index < into.capacity; index++)
+        Py_XDECREF(into.slots[index].object);
+    PyMem_Free(into.slots);
+    return status;
+}
+
 /* encode_values(value, tensors, receiver, home_of) -> bytes, or False where it has to give up. */
 PyObject *values_encode(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
     if (count != 4 || !PyList_CheckExact(arguments[1]))
         return PyErr_Format(PyExc_TypeError, "encode_values takes a value, a list and two more");
-    encoder into = {.tensors = arguments[1], .receiver = arguments[2], .home_of = arguments[3]};
+    buffer out = {0};
     PyObject *made = NULL;
-    if (!add(&into, arguments[0]))
-        made = PyBytes_FromStringAndSize((char *)into.out.data, (Py_ssize_t)into.out.size);
+    if (!values_add(&out, arguments))
+        made = PyBytes_FromStringAndSize((char *)out.data, (Py_ssize_t)out.size);
     else if (!PyErr_Occurred())
         made = Py_NewRef(Py_False);
-    PyMem_Free(into.out.data);
-    for (size_t index = 0; index < into.capacity; index++)
-        Py_XDECREF(into.slots[index].object);
-    PyMem_Free(into.slots);
+    PyMem_Free(out.data);
     return made;
 }
 
