@@ -257,7 +257,7 @@ static PyObject *answer(const usual_call *self, PyObject *const *server, PyObjec
     }
     frame = reply_of(self->number, self->head.context_id, result, server + RECEIVER);
     if (frame != NULL && PyByteArray_CheckExact(frame)) {
-        done = PyObject_CallMethodOneArg(call, library.answer, frame);
+        done = PyObject_CallMethodOneArg(call, names[NAME_ANSWER], frame);
     } else {
         PyErr_Clear(); /* The plain twin meets it again. */
         done = PyObject_CallFunctionObjArgs(server[SETTLE], self->function, result, call, NULL);
@@ -294,7 +294,7 @@ static void serve(usual_call *self, PyObject *const *server, PyObject *call)
     PyObject *head = Py_BuildValue("(OOKdd)", server[WORKER], self->name,
                                    (unsigned long long)self->head.context_id, self->head.remaining_s,
                                    self->began_s);
-    PyObject *starts = head == NULL ? NULL : PyObject_GetAttr(call, library.starts);
+    PyObject *starts = head == NULL ? NULL : PyObject_GetAttr(call, names[NAME_STARTS]);
     PyObject *done = starts == NULL ? NULL : PyObject_CallObject(starts, head);
     Py_XDECREF(starts);
     Py_XDECREF(head);
@@ -335,7 +335,7 @@ static bool is_next(PyObject *const *parts)
     for (int place = INCOMING; place < LINK_PARTS; place++)
         if (PyObject_Size(parts[place]) != 0)
             return false;
-    return is_true(PyObject_CallMethodNoArgs(parts[HANDLING], library.locked)) == 0;
+    return is_true(PyObject_CallMethodNoArgs(parts[HANDLING], names[NAME_LOCKED])) == 0;
 }
 
 /* Serves a call in a Python context of its own. */
@@ -376,33 +376,37 @@ static int serve_alone(connection *self, PyObject *const *parts, usual_call *usu
     return self->is_claimed;
 }
 
-/* serve(parts, spins): does as `read`, and serves usual calls that come alone, one after the other.
- * Returns False where the link is claimed no more. */
-PyObject *link_serve(connection *self, PyObject *arguments)
+/* read(spins, serving=None): for a thread of the reactor: receives, and gives whole frames to `add_frame`.
+ * With what serving takes, serves usual calls that come alone, one after the other.
+ *
+ * Returns how many frames; False where the link is claimed no more; None if the stream has ended, or
+ * `is_large` says that the next frame is for the plain parser. OSError: the connection is of no use any
+ * more. */
+PyObject *link_read(connection *self, PyObject *arguments)
 {
-    PyObject *tuple, *frame, *done;
-    int spins, status;
-    if (!PyArg_ParseTuple(arguments, "O!p", &PyTuple_Type, &tuple, &spins))
+    PyObject *serving = Py_None;
+    int spins;
+    if (!PyArg_ParseTuple(arguments, "p|O", &spins, &serving))
         return NULL;
-    if (PyTuple_GET_SIZE(tuple) != LINK_PARTS)
+    if (serving != Py_None && (!PyTuple_Check(serving) || PyTuple_GET_SIZE(serving) != LINK_PARTS))
         return PyErr_Format(PyExc_TypeError, "serving takes %d parts", LINK_PARTS);
-    PyObject *const *parts = &PyTuple_GET_ITEM(tuple, 0);
+    PyObject *const *parts = serving == Py_None ? NULL : &PyTuple_GET_ITEM(serving, 0);
     self->must_read = false;
     self->has_bell |= !spins; /* An event has brought this thread. */
     for (;;) {
-        usual_call usual;
-        frame = NULL;
+        PyObject *frame = NULL;
         link_look(self, spins ? &self->spins[FOR_REQUESTS] : NULL);
-        Py_ssize_t count = link_take_frames(self, is_next(parts) ? &frame : NULL);
+        Py_ssize_t count = link_take_frames(self, parts != NULL && is_next(parts) ? &frame : NULL);
         if (frame == NULL)
             return count < 0 ? NULL : link_outcome(self, count);
+        usual_call usual;
         if (!read_call(&usual, &PyTuple_GET_ITEM(parts[SERVER], 0), frame)) {
-            done = PyObject_CallOneArg(self->add_frame, frame);
+            PyObject *done = PyObject_CallOneArg(self->add_frame, frame);
             Py_DECREF(frame);
             Py_XDECREF(done);
             return done == NULL ? NULL : PyLong_FromLong(1);
         }
-        status = serve_alone(self, parts, &usual, frame);
+        int status = serve_alone(self, parts, &usual, frame);
         Py_DECREF(frame);
         if (status <= 0)
             return status < 0 ? NULL : Py_NewRef(Py_False);

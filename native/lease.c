@@ -113,7 +113,7 @@ int lease_deliver(lease *self, PyObject *frame)
     } else {
         if (self->has_taken)
             return 0; /* A second answer is no answer. */
-        if (PyObject_SetAttr(self->into, library.frame, frame))
+        if (PyObject_SetAttr(self->into, names[NAME_FRAME], frame))
             return -1;
         if (self->then != Py_None)
             Py_XSETREF(self->owed, Py_NewRef(self->then));
@@ -244,7 +244,7 @@ static PyObject *lease_ask(PyObject *type, PyObject *arguments)
         PyErr_Clear();
     if (PyTuple_GET_SIZE(rest) != 3)
         Py_RETURN_NONE;
-    frame = PyObject_GetAttr(call, library.frame);
+    frame = PyObject_GetAttr(call, names[NAME_FRAME]);
     value = frame == NULL || !PyTuple_Check(frame) || PyTuple_GET_SIZE(frame) != 5
         ? NULL : call_answer(frame, &PyTuple_GET_ITEM(rest, 0));
     Py_XDECREF(frame);

@@ -318,19 +318,6 @@ PyObject *link_outcome(connection *self, Py_ssize_t count)
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-/* read(spins): for a thread of the reactor: receives, and gives whole frames to `add_frame`.
- *
- * Returns how many; None if the stream has ended, or `is_large` says that the next frame is for the
- * plain parser. OSError: the connection is of no use any more. */
-static PyObject *link_read(connection *self, PyObject *spins)
-{
-    self->must_read = false;
-    self->has_bell |= spins != Py_True; /* An event has brought this thread. */
-    link_look(self, spins == Py_True ? &self->spins[FOR_REQUESTS] : NULL);
-    Py_ssize_t count = link_take_frames(self, NULL);
-    return count < 0 ? NULL : link_outcome(self, count);
-}
-
 /* fill(into, may_block): for the plain parser: reads a part of a large frame, as recv_into. That is
  * its begin, which `read` has received, or what follows in the ring. */
 static PyObject *link_fill(connection *self, PyObject *arguments)
@@ -516,8 +503,7 @@ static PyMethodDef methods[] = {
     {"hold", (PyCFunction)link_hold, METH_O, NULL},
     {"acknowledge", (PyCFunction)link_acknowledge, METH_O, NULL},
     {"resume", (PyCFunction)link_resume, METH_O, NULL},
-    {"read", (PyCFunction)link_read, METH_O, NULL},
-    {"serve", (PyCFunction)link_serve, METH_VARARGS, NULL},
+    {"read", (PyCFunction)link_read, METH_VARARGS, NULL},
     {"claim", (PyCFunction)link_claim, METH_NOARGS, NULL},
     {"unclaim", (PyCFunction)link_unclaim, METH_NOARGS, NULL},
     {"watch", (PyCFunction)link_watch, METH_VARARGS, NULL},

@@ -75,7 +75,7 @@ double monotonic_s(void);
 Py_ssize_t link_take_frames(connection *self, PyObject **alone);
 /* Returns what a reader gets: how many frames have come, or None or an exception, as `read` says. */
 PyObject *link_outcome(connection *self, Py_ssize_t count);
-PyObject *link_serve(connection *self, PyObject *arguments);
+PyObject *link_read(connection *self, PyObject *arguments);
 PyObject *link_write(connection *self, PyObject *message);
 /* Gives a frame to a lease that waits for it; returns 1, 0 if it does not, -1 with an exception. */
 int lease_deliver(lease *self, PyObject *frame);

@@ -2,6 +2,7 @@
 #include "link.h"
 
 library_parts library;
+PyObject *names[NAME_COUNT];
 
 PyObject *take_error(void)
 {
@@ -41,14 +42,17 @@ static int keep(const char *module, const char *name, PyObject **into)
     return *into == NULL ? -1 : 0;
 }
 
-/* The interpreter keeps names that it has looked up, so each of them is made once. */
+static const char *const texts[NAME_COUNT] = {
+    "answer", "__dict__", "dtype", "frame", "is_conj", "is_leaf", "is_neg",
+    "layout", "locked", "requires_grad", "starts",
+};
+
 static int make_names(void)
 {
-    library.starts = PyUnicode_InternFromString("starts");
-    library.answer = PyUnicode_InternFromString("answer");
-    library.locked = PyUnicode_InternFromString("locked");
-    library.frame = PyUnicode_InternFromString("frame");
-    return PyErr_Occurred() ? -1 : 0;
+    for (int name = 0; name < NAME_COUNT; name++)
+        if ((names[name] = PyUnicode_InternFromString(texts[name])) == NULL)
+            return -1;
+    return 0;
 }
 
 static int find_parts(void)
@@ -58,10 +62,10 @@ static int find_parts(void)
         keep("torch", "strided", &library.strided_layout) ||
         keep("torchweft.engine.wire.frames", "Frame", &library.frame_type) ||
         keep("torchweft.engine.wire.messages", "split_names", &library.split_names) ||
-        keep("torchweft.engine.threads.thread_modes", "has_modes", &library.has_modes) ||
-        keep("collections", "OrderedDict", &library.ordered_dict))
+        keep("torchweft.engine.threads.thread_modes", "has_modes", &library.has_modes))
         return -1;
-    return find_dlpack(library.tensor_type);
+    library.dtype_numbers = PyDict_New();
+    return library.dtype_numbers == NULL ? -1 : find_dlpack(library.tensor_type);
 }
 
 /* src/torchweft/native.py says what they do. */
@@ -89,7 +93,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    if (make_names() || find_parts() || tensors_init())
+    if (make_names() || find_parts())
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL &&

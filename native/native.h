@@ -13,13 +13,20 @@
 typedef struct {
     const dlpack_api *dlpack;
     PyObject *tensor_type, *parameter_type, *strided_layout;
-    PyObject *frame_type, *ordered_dict;
+    PyObject *frame_type;
+    PyObject *dtype_numbers; /* A dict: the number of a dtype on the wire. */
     PyObject *split_names; /* A plain twin. */
-    PyObject *starts, *answer, *locked, *frame; /* Names of attributes. */
     PyObject *has_modes;   /* Whether torch has modes or transforms, or traces. */
 } library_parts;
 
 extern library_parts library;
+
+/* Names of attributes, each made once: the interpreter keeps names that it has looked up. */
+enum {
+    NAME_ANSWER, NAME_DICT, NAME_DTYPE, NAME_FRAME, NAME_IS_CONJ, NAME_IS_LEAF, NAME_IS_NEG,
+    NAME_LAYOUT, NAME_LOCKED, NAME_REQUIRES_GRAD, NAME_STARTS, NAME_COUNT
+};
+extern PyObject *names[NAME_COUNT];
 
 enum { HEADER_BYTES = 16, CALL = 3, REPLY = 4 }; /* Of frames, and two kinds of them. */
 enum { STRIDED = 4, PICKLE = 0x80 }; /* A flag of a tensor, and the first byte of a pickle. */
@@ -37,7 +44,6 @@ PyObject *left_to_plain(PyObject *result);
 /* Takes the exception that is set; returns it as an object, with its traceback. */
 PyObject *take_error(void);
 
-int tensors_init(void);
 PyObject *tensors_set_dtype(PyObject *module, PyObject *arguments);
 /* Returns a new bytearray of what is in a buffer, and a list of tensors behind it; None for the plain
  * twin. Without a place for `requires_grad`, no tensor may. */

@@ -40,23 +40,6 @@ typedef struct {
 } dtype_entry;
 
 static dtype_entry dtypes[256];
-/* Numbers on the wire by dtype, as objects of Python. */
-static PyObject *numbers;
-
-static PyObject *name_dtype, *name_requires_grad, *name_is_leaf, *name_layout, *name_is_neg,
-    *name_is_conj;
-
-int tensors_init(void)
-{
-    numbers = PyDict_New();
-    name_dtype = PyUnicode_InternFromString("dtype");
-    name_requires_grad = PyUnicode_InternFromString("requires_grad");
-    name_is_leaf = PyUnicode_InternFromString("is_leaf");
-    name_layout = PyUnicode_InternFromString("layout");
-    name_is_neg = PyUnicode_InternFromString("is_neg");
-    name_is_conj = PyUnicode_InternFromString("is_conj");
-    return PyErr_Occurred() ? -1 : 0;
-}
 
 /* set_dtype(dtype, number on the wire, code and bits of DLPack, whether it is differentiable); called
  * once for each. */
@@ -68,7 +51,7 @@ PyObject *tensors_set_dtype(PyObject *Py_UNUSED(module), PyObject *arguments)
     if (!PyArg_ParseTuple(arguments, "Obbbp", &dtype, &number, &code, &bits, &is_differentiable))
         return NULL;
     dtypes[number] = (dtype_entry){true, is_differentiable, bits / 8, {code, bits, 1}};
-    if (PyDict_SetItem(numbers, dtype, PyTuple_GET_ITEM(arguments, 1)))
+    if (PyDict_SetItem(library.dtype_numbers, dtype, PyTuple_GET_ITEM(arguments, 1)))
         return NULL;
     Py_RETURN_NONE;
 }
@@ -119,12 +102,12 @@ typedef struct {
 /* Sets the flags of a tensor that can require grad. The plain twin takes negatives and conjugates. */
 static int find_grad(PyObject *tensor, const dlpack_dtype *dtype, uint8_t *flags)
 {
-    if (is_true(PyObject_CallMethodNoArgs(tensor, name_is_neg)) ||
+    if (is_true(PyObject_CallMethodNoArgs(tensor, names[NAME_IS_NEG])) ||
         (dtype->code == DLPACK_COMPLEX &&
-         is_true(PyObject_CallMethodNoArgs(tensor, name_is_conj))))
+         is_true(PyObject_CallMethodNoArgs(tensor, names[NAME_IS_CONJ]))))
         return -1;
-    int requires_grad = is_true(PyObject_GetAttr(tensor, name_requires_grad));
-    int is_leaf = requires_grad > 0 ? is_true(PyObject_GetAttr(tensor, name_is_leaf)) : 1;
+    int requires_grad = is_true(PyObject_GetAttr(tensor, names[NAME_REQUIRES_GRAD]));
+    int is_leaf = requires_grad > 0 ? is_true(PyObject_GetAttr(tensor, names[NAME_IS_LEAF])) : 1;
     if (requires_grad > 0)
         *flags |= is_leaf ? REQUIRES_GRAD : REQUIRES_GRAD | COMPUTED;
     return requires_grad < 0 || is_leaf < 0 ? -1 : 0;
@@ -138,9 +121,9 @@ static int describe(PyObject *tensor, described *into)
     into->flags = type == library.parameter_type ? PARAMETER : 0;
     /* To ask DLPack for the memory of another layout or dtype would raise an exception of C++, which
      * takes a millisecond. */
-    PyObject *layout = PyObject_GetAttr(tensor, name_layout);
-    PyObject *dtype = layout == library.strided_layout ? PyObject_GetAttr(tensor, name_dtype) : NULL;
-    PyObject *number = dtype == NULL ? NULL : PyDict_GetItemWithError(numbers, dtype);
+    PyObject *layout = PyObject_GetAttr(tensor, names[NAME_LAYOUT]);
+    PyObject *dtype = layout == library.strided_layout ? PyObject_GetAttr(tensor, names[NAME_DTYPE]) : NULL;
+    PyObject *number = dtype == NULL ? NULL : PyDict_GetItemWithError(library.dtype_numbers, dtype);
     Py_XDECREF(layout);
     Py_XDECREF(dtype);
     if (number == NULL || library.dlpack->borrow(tensor, &into->view))

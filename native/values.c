@@ -18,13 +18,11 @@ enum { FEW = 16 };
 
 static PyObject *unfold;     /* Returns the parts of a value of a kind that needs code in Python, */
 static PyObject *rebuilders; /* and these make the value of its parts: a list, by tag. */
-static PyObject *name_dict;
 
 /* set_value_parts(unfold, rebuilders); called once. */
 PyObject *values_set_parts(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    name_dict = PyUnicode_InternFromString("__dict__");
-    if (name_dict == NULL || !PyArg_ParseTuple(arguments, "OO!", &unfold, &PyList_Type, &rebuilders))
+    if (!PyArg_ParseTuple(arguments, "OO!", &unfold, &PyList_Type, &rebuilders))
         return NULL;
     Py_INCREF(arguments); /* They stay for as long as the module. */
     Py_RETURN_NONE;
@@ -173,7 +171,7 @@ static int add_integer(encoder *into, PyObject *value)
 
 static int add_tensor(encoder *into, PyObject *tensor)
 {
-    PyObject *attributes = PyObject_GetAttr(tensor, name_dict);
+    PyObject *attributes = PyObject_GetAttr(tensor, names[NAME_DICT]);
     bool is_plain = attributes != NULL && PyDict_CheckExact(attributes) &&
                     PyDict_GET_SIZE(attributes) == 0;
     Py_XDECREF(attributes);
@@ -446,7 +444,7 @@ static PyObject *read_tagged(decoder *from, unsigned char tag)
     case NAME:
         return rebuilt(tag, read_string(from, false), Py_NewRef(from->resolve));
     case ORDERED:
-        first = read_into(from, PyObject_CallNoArgs(library.ordered_dict));
+        first = read_into(from, PyODict_New());
         return rebuilt(tag, first, first == NULL ? NULL : read_value(from));
     case ATTRIBUTED:
     case MADE:

@@ -9,7 +9,7 @@ part of the module in C     does as
 ==========================  ======================================================================
 ``Link``, ``Lease``         a connection of ``io.link``; the right to read it, see ``worker.calls``
 ``Lease.ask``               sends a call, and looks for its answer for a moment; ``worker.calls``
-``Link.serve``              reads, and serves usual calls that come alone; ``worker.receiving``
+``Link.read``               reads, and serves usual calls that come alone; ``worker.receiving``
 ``serve_call``              ``_serve`` of ``rpc.serving``; False for a call that is not usual
 ``set_dtype``               takes a dtype of ``codec.tensors``; called once for each
 ``set_value_parts``         takes what ``codec.values`` needs of Python; called once

@@ -55,7 +55,7 @@ class LinkClosed(ConnectionError):
 
 
 Serving = tuple[Any, ...]
-"""What ``serve`` of the native link takes: how calls that come alone are served."""
+"""What ``read`` of the native link takes: how calls that come alone are served."""
 
 
 class Watcher(Protocol):
@@ -440,10 +440,7 @@ class Link:
             self.flush()
         if not connection.is_large:
             try:
-                if serving is None:
-                    count = connection.read(may_spin)
-                else:
-                    count = connection.serve(serving, may_spin)
+                count = connection.read(may_spin, serving)
             except OSError as error:
                 raise LinkClosed(str(error)) from error
             if count is False:

@@ -219,7 +219,7 @@ class Server:
         before = self.end.incoming, self.ready, deque(), set(), {}
         parts = peer_parts, "peer", self.fd, *arms, Served, end_modes, *before
         assert self.end.link.claim()
-        return self.end.link.serve(parts, spins)
+        return self.end.link.read(spins, parts)
 
 
 def arrives(
