@@ -150,8 +150,8 @@ static int sleep_until_data(connection *link, int wake_fd, double left_s)
     return ready;
 }
 
-/* Waits as `wait` says; returns TAKEN, NOTHING, ENDED, or -2 with an exception. */
-static int wait_for_frames(lease *self, spinning *policy, double limit_s, int wake_fd)
+/* Looks, and sleeps, as `wait` says; returns TAKEN, NOTHING, ENDED, or -2 with an exception. */
+static int look_and_sleep(lease *self, spinning *policy, double limit_s, int wake_fd)
 {
     double tick_s = monotonic_s() + 1e-3 * TICK_MS;
     connection *link = self->link;
@@ -175,6 +175,22 @@ static int wait_for_frames(lease *self, spinning *policy, double limit_s, int wa
     }
 }
 
+/* Waits for frames of some kinds with a number, which go to `into`; returns as `look_and_sleep`. */
+static int wait_for(lease *self, unsigned long long kinds, unsigned long long number, PyObject *into,
+                    PyObject *then, int spins, double limit_s, int wake_fd)
+{
+    self->kinds = kinds;
+    self->number = number;
+    self->has_taken = false;
+    Py_XSETREF(self->into, Py_NewRef(into));
+    Py_XSETREF(self->then, Py_NewRef(then));
+    spinning *policy = spins < 0 ? NULL : &self->link->spins[spins];
+    int outcome = look_and_sleep(self, policy, limit_s, wake_fd);
+    Py_CLEAR(self->into);
+    Py_CLEAR(self->then);
+    return outcome;
+}
+
 /* wait(kinds, number, into, then, spins, limit_s, wake_fd): waits for messages of a bit set of kinds
  * with a number. `into` is a list, which gets the frames, or has an attribute `frame`.
  *
@@ -191,15 +207,7 @@ static PyObject *lease_wait(lease *self, PyObject *arguments)
         return NULL;
     if (self->link == NULL || self->link->lease != self || spins >= SPIN_KINDS)
         return PyLong_FromLong(ENDED);
-    self->kinds = kinds;
-    self->number = number;
-    self->has_taken = false;
-    Py_XSETREF(self->into, Py_NewRef(into));
-    Py_XSETREF(self->then, Py_NewRef(then));
-    spinning *policy = spins < 0 ? NULL : &self->link->spins[spins];
-    int outcome = wait_for_frames(self, policy, limit_s, wake_fd);
-    Py_CLEAR(self->into);
-    Py_CLEAR(self->then);
+    int outcome = wait_for(self, kinds, number, into, then, spins, limit_s, wake_fd);
     return outcome < ENDED ? NULL : PyLong_FromLong(outcome);
 }
 
@@ -225,16 +233,9 @@ static PyObject *lease_ask(PyObject *type, PyObject *arguments)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
     done = link_write(self->link, message);
     int outcome = -2;
-    if (done != NULL) {
-        self->kinds = 1 << REPLY;
-        self->number = id;
-        self->into = Py_NewRef(call);
-        self->then = Py_NewRef(Py_None);
-        outcome = wait_for_frames(self, &self->link->spins[FOR_ANSWERS], 0, -1);
-        Py_CLEAR(self->into);
-        Py_CLEAR(self->then);
-        Py_DECREF(done);
-    }
+    if (done != NULL)
+        outcome = wait_for(self, 1 << REPLY, id, call, Py_None, FOR_ANSWERS, 0, -1);
+    Py_XDECREF(done);
     if (outcome == NOTHING || outcome == ENDED)
         return (PyObject *)self;
     Py_DECREF(self);

@@ -57,17 +57,22 @@ PyObject *tensors_set_dtype(PyObject *Py_UNUSED(module), PyObject *arguments)
 }
 
 /* Returns the elements of memory from the first to the last one of a tensor; -1 if they, or the
- * elements of its shape, exceed any memory. */
+ * elements of its shape, exceed any memory. A contiguous one needs no strides. */
 static int64_t extent(const int64_t *shape, const int64_t *strides, int ndim)
 {
     int64_t count = 1, last = 1, step;
-    for (int index = 0; index < ndim; index++)
-        if (shape[index] < 0 || strides[index] < 0 ||
-            __builtin_mul_overflow(count, shape[index], &count) ||
-            __builtin_mul_overflow(shape[index] - 1, strides[index], &step) ||
-            __builtin_add_overflow(last, step, &last))
+    bool is_empty = false;
+    for (int index = 0; index < ndim; index++) {
+        is_empty |= shape[index] == 0;
+        /* Without sizes of 0: torch multiplies the others, to get strides. */
+        if (shape[index] < 0 || __builtin_mul_overflow(count, shape[index] ? shape[index] : 1, &count))
             return -1;
-    return count ? last : 0;
+        if (strides != NULL && (strides[index] < 0 ||
+                                __builtin_mul_overflow(shape[index] - 1, strides[index], &step) ||
+                                __builtin_add_overflow(last, step, &last)))
+            return -1;
+    }
+    return is_empty ? 0 : strides != NULL ? last : count;
 }
 
 static bool is_contiguous(const int64_t *shape, const int64_t *strides, int ndim)
@@ -99,12 +104,10 @@ typedef struct {
     size_t size_bytes;
 } described;
 
-/* Sets the flags of a tensor that can require grad. The plain twin takes negatives and conjugates. */
-static int find_grad(PyObject *tensor, const dlpack_dtype *dtype, uint8_t *flags)
+/* Sets the flags of a tensor that can require grad. The plain twin takes negatives. */
+static int find_grad(PyObject *tensor, uint8_t *flags)
 {
-    if (is_true(PyObject_CallMethodNoArgs(tensor, names[NAME_IS_NEG])) ||
-        (dtype->code == DLPACK_COMPLEX &&
-         is_true(PyObject_CallMethodNoArgs(tensor, names[NAME_IS_CONJ]))))
+    if (is_true(PyObject_CallMethodNoArgs(tensor, names[NAME_IS_NEG])))
         return -1;
     int requires_grad = is_true(PyObject_GetAttr(tensor, names[NAME_REQUIRES_GRAD]));
     int is_leaf = requires_grad > 0 ? is_true(PyObject_GetAttr(tensor, names[NAME_IS_LEAF])) : 1;
@@ -132,7 +135,7 @@ static int describe(PyObject *tensor, described *into)
     const dlpack_tensor *view = &into->view;
     if (view->device.type != DLPACK_CPU || view->ndim > MOST_DIMENSIONS)
         return -1;
-    if (dtypes[into->number].is_differentiable && find_grad(tensor, &view->dtype, &into->flags))
+    if (dtypes[into->number].is_differentiable && find_grad(tensor, &into->flags))
         return -1;
     int64_t length = extent(view->shape, view->strides, view->ndim);
     if (length < 0 || length > MESSAGE_LIMIT_BYTES)
@@ -234,20 +237,8 @@ PyObject *tensors_encode(PyObject *Py_UNUSED(module), PyObject *tensors)
 typedef struct {
     uint8_t number, flags, ndim;
     uint32_t size_bytes;
-    int64_t shape[MOST_DIMENSIONS], strides[MOST_DIMENSIONS];
+    int64_t sizes[2 * MOST_DIMENSIONS]; /* The shape, and behind it the strides of a STRIDED one. */
 } head;
-
-/* Fills in the strides of a contiguous tensor; returns -1 if its shape exceeds any memory. */
-static int fill_strides(head *each)
-{
-    int64_t step = 1;
-    for (int index = each->ndim - 1; index >= 0; index--) {
-        each->strides[index] = step;
-        if (each->shape[index] > 1 && __builtin_mul_overflow(step, each->shape[index], &step))
-            return -1;
-    }
-    return 0;
-}
 
 /* Reads a head, and checks that as much memory follows as it says. */
 static int read_head(reader *from, head *into)
@@ -265,13 +256,10 @@ static int read_head(reader *from, head *into)
         (grad_flags && !dtype->is_differentiable) || !dtype->is_known ||
         into->ndim > MOST_DIMENSIONS)
         return -1;
-    size_t sizes_bytes = 8 * (size_t)into->ndim;
     bool is_strided = into->flags & STRIDED;
-    if (reader_take(from, into->shape, sizes_bytes))
+    if (reader_take(from, into->sizes, (is_strided ? 16 : 8) * (size_t)into->ndim))
         return -1;
-    if (is_strided ? reader_take(from, into->strides, sizes_bytes) : fill_strides(into))
-        return -1;
-    int64_t length = extent(into->shape, into->strides, into->ndim);
+    int64_t length = extent(into->sizes, is_strided ? into->sizes + into->ndim : NULL, into->ndim);
     if (length < is_strided || length > UINT32_MAX ||
         (uint64_t)length * dtype->item_bytes != into->size_bytes)
         return -1;
@@ -299,8 +287,7 @@ static PyObject *new_tensor(const head *each, const unsigned char *memory)
         return PyErr_NoMemory();
     memcpy(block, memory, each->size_bytes);
     owned *made = (owned *)((unsigned char *)block + rounded);
-    memcpy(made->sizes, each->shape, sizeof each->shape);
-    memcpy(made->sizes + MOST_DIMENSIONS, each->strides, sizeof each->strides);
+    memcpy(made->sizes, each->sizes, sizeof made->sizes);
     made->managed = (dlpack_managed){
         .version = {1, 0},
         .context = block,
@@ -310,7 +297,7 @@ static PyObject *new_tensor(const head *each, const unsigned char *memory)
                    .ndim = each->ndim,
                    .dtype = dtypes[each->number].dtype,
                    .shape = made->sizes,
-                   .strides = made->sizes + MOST_DIMENSIONS},
+                   .strides = each->flags & STRIDED ? made->sizes + each->ndim : NULL},
     };
     if (library.dlpack->to_object(&made->managed, &object)) {
         free(block);
@@ -322,7 +309,7 @@ static PyObject *new_tensor(const head *each, const unsigned char *memory)
 /* Reads the next tensor, and adds its flags to those of all; without a place for them, it has none. */
 static int read_tensor(reader *from, PyObject *tensors, buffer *flags, uint8_t *all_flags)
 {
-    head each;
+    head each = {0};
     if (read_head(from, &each))
         return -1;
     uint8_t noted = each.flags & ~STRIDED;
