@@ -288,7 +288,7 @@ static PyObject *run(usual_call *self, PyObject *const *server, PyObject *call)
     return done;
 }
 
-/* Serves a usual call, and drops it. */
+/* Serves a usual call. */
 static void serve(usual_call *self, PyObject *const *server, PyObject *call)
 {
     PyObject *head = Py_BuildValue("(OOKdd)", server[WORKER], self->name,
@@ -307,7 +307,6 @@ static void serve(usual_call *self, PyObject *const *server, PyObject *call)
     if (done == NULL)
         done = answer(self, server, call, NULL);
     drop_result(done, call);
-    drop(self);
 }
 
 /* serve_call(server, call, frame): returns whether it served a call. */
@@ -321,6 +320,7 @@ PyObject *serve_call(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py
     if (!read_call(&usual, server, arguments[2]))
         Py_RETURN_FALSE;
     serve(&usual, server, arguments[1]);
+    drop(&usual);
     Py_RETURN_TRUE;
 }
 
@@ -338,21 +338,6 @@ static bool is_next(PyObject *const *parts)
     return is_true(PyObject_CallMethodNoArgs(parts[HANDLING], names[NAME_LOCKED])) == 0;
 }
 
-/* Serves a call in a Python context of its own. */
-static void serve_apart(usual_call *usual, PyObject *const *parts, PyObject *call)
-{
-    PyObject *context = PyContext_New();
-    if (context == NULL || PyContext_Enter(context)) {
-        drop_result(answer(usual, NULL, call, NULL), call);
-        drop(usual);
-    } else {
-        serve(usual, &PyTuple_GET_ITEM(parts[SERVER], 0), call);
-        PyContext_Exit(context);
-        drop_result(PyObject_CallNoArgs(parts[END_MODES]), call); /* As after each task. */
-    }
-    Py_XDECREF(context);
-}
-
 /* Serves a usual call that has come alone. The link is claimed before, and not while the function runs.
  * Returns 1 if it is claimed again, 0 if not, -1 with an exception if it still is. */
 static int serve_alone(connection *self, PyObject *const *parts, usual_call *usual, PyObject *frame)
@@ -365,7 +350,16 @@ static int serve_alone(connection *self, PyObject *const *parts, usual_call *usu
     }
     self->is_claimed = false;
     drop_result(PyObject_CallOneArg(parts[LEAVE], fd), fd);
-    serve_apart(usual, parts, call);
+    PyObject *context = PyContext_New(); /* Of its own, as each task has. */
+    if (context == NULL || PyContext_Enter(context)) {
+        drop_result(answer(usual, NULL, call, NULL), call);
+    } else {
+        serve(usual, &PyTuple_GET_ITEM(parts[SERVER], 0), call);
+        PyContext_Exit(context);
+        drop_result(PyObject_CallNoArgs(parts[END_MODES]), call); /* As after each task. */
+    }
+    drop(usual);
+    Py_XDECREF(context);
     Py_DECREF(call);
     if (!PyDict_Contains(parts[UNARMED], fd) || PyDict_DelItem(parts[UNARMED], fd))
         return 0; /* The function took long, and another thread has the link. */

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-enum { DLPACK_CPU = 1 };
+enum { DLPACK_CPU = 1, DLPACK_COMPLEX = 5 };
 
 typedef struct {
     uint32_t major, minor;

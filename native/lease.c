@@ -49,7 +49,7 @@ static bool take(lease *self)
 {
     connection *link = self->link;
     if (link->is_claimed || link->is_closed || link->is_broken || link->is_large || link->lease ||
-        link->add_task == NULL)
+        link->watch == NULL)
         return false;
     link->lease = self;
     if (link->in == NULL)

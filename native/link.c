@@ -384,7 +384,7 @@ static PyObject *link_arm_reading(connection *self, PyObject *Py_UNUSED(nothing)
 
 int link_submit(const connection *self, PyObject *task)
 {
-    PyObject *done = PyObject_CallOneArg(self->add_task, task);
+    PyObject *done = PyObject_CallOneArg(PyTuple_GET_ITEM(self->watch, 2), task);
     Py_XDECREF(done);
     uint64_t one = 1;
     if (done != NULL && write(self->wake_fd, &one, sizeof one) < 0)
@@ -394,7 +394,7 @@ int link_submit(const connection *self, PyObject *task)
 
 int link_hand_over(connection *self)
 {
-    if (!self->is_handed_over && link_submit(self, self->task))
+    if (!self->is_handed_over && link_submit(self, PyTuple_GET_ITEM(self->watch, 3)))
         return -1;
     self->is_handed_over = true;
     return 0;
@@ -406,8 +406,7 @@ static PyObject *link_watch(connection *self, PyObject *arguments)
     PyObject *add_task, *task;
     if (!PyArg_ParseTuple(arguments, "iiOO", &self->epoll_fd, &self->wake_fd, &add_task, &task))
         return NULL;
-    Py_XSETREF(self->add_task, Py_NewRef(add_task));
-    Py_XSETREF(self->task, Py_NewRef(task));
+    Py_XSETREF(self->watch, Py_NewRef(arguments));
     Py_RETURN_NONE;
 }
 
@@ -430,16 +429,14 @@ static PyObject *link_close(connection *self, PyObject *Py_UNUSED(nothing))
 
 static int link_traverse(connection *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->add_task);
-    Py_VISIT(self->task);
+    Py_VISIT(self->watch);
     Py_VISIT(self->add_frame);
     return 0;
 }
 
 static int link_clear(connection *self)
 {
-    Py_CLEAR(self->add_task);
-    Py_CLEAR(self->task);
+    Py_CLEAR(self->watch);
     Py_CLEAR(self->add_frame);
     return 0;
 }

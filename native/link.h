@@ -33,8 +33,8 @@ typedef struct {
     int fd;
     int epoll_fd;      /* Where threads of the reactor wait for data. */
     int wake_fd;       /* Wakes one of them. */
-    PyObject *add_task, *task; /* Hands the link over to a thread of the reactor. */
-    PyObject *add_frame;       /* Gives a frame to those threads. */
+    PyObject *add_frame; /* Gives a frame to the threads of the reactor. */
+    PyObject *watch;     /* A tuple, which ends with what adds a task for them, and the one for the link. */
 
     PyObject *parts;         /* A list of the pieces of messages: */
     Py_ssize_t kept, queued; /* those that a session keeps, and behind them those to be written. */

@@ -43,8 +43,8 @@ static int keep(const char *module, const char *name, PyObject **into)
 }
 
 static const char *const texts[NAME_COUNT] = {
-    "answer", "__dict__", "dtype", "frame", "is_leaf", "is_neg", "layout",
-    "locked", "requires_grad", "starts",
+    "answer", "__dict__", "dtype", "frame", "is_conj", "is_leaf", "is_neg",
+    "layout", "locked", "requires_grad", "starts",
 };
 
 static int make_names(void)

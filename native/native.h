@@ -23,8 +23,8 @@ extern library_parts library;
 
 /* Names of attributes, each made once: the interpreter keeps names that it has looked up. */
 enum {
-    NAME_ANSWER, NAME_DICT, NAME_DTYPE, NAME_FRAME, NAME_IS_LEAF, NAME_IS_NEG, NAME_LAYOUT,
-    NAME_LOCKED, NAME_REQUIRES_GRAD, NAME_STARTS, NAME_COUNT
+    NAME_ANSWER, NAME_DICT, NAME_DTYPE, NAME_FRAME, NAME_IS_CONJ, NAME_IS_LEAF, NAME_IS_NEG,
+    NAME_LAYOUT, NAME_LOCKED, NAME_REQUIRES_GRAD, NAME_STARTS, NAME_COUNT
 };
 extern PyObject *names[NAME_COUNT];
 

@@ -104,10 +104,12 @@ typedef struct {
     size_t size_bytes;
 } described;
 
-/* Sets the flags of a tensor that can require grad. The plain twin takes negatives. */
-static int find_grad(PyObject *tensor, uint8_t *flags)
+/* Sets the flags of a tensor that can require grad. The plain twin takes negatives and conjugates. */
+static int find_grad(PyObject *tensor, const dlpack_dtype *dtype, uint8_t *flags)
 {
-    if (is_true(PyObject_CallMethodNoArgs(tensor, names[NAME_IS_NEG])))
+    if (is_true(PyObject_CallMethodNoArgs(tensor, names[NAME_IS_NEG])) ||
+        (dtype->code == DLPACK_COMPLEX &&
+         is_true(PyObject_CallMethodNoArgs(tensor, names[NAME_IS_CONJ]))))
         return -1;
     int requires_grad = is_true(PyObject_GetAttr(tensor, names[NAME_REQUIRES_GRAD]));
     int is_leaf = requires_grad > 0 ? is_true(PyObject_GetAttr(tensor, names[NAME_IS_LEAF])) : 1;
@@ -135,7 +137,7 @@ static int describe(PyObject *tensor, described *into)
     const dlpack_tensor *view = &into->view;
     if (view->device.type != DLPACK_CPU || view->ndim > MOST_DIMENSIONS)
         return -1;
-    if (dtypes[into->number].is_differentiable && find_grad(tensor, &into->flags))
+    if (dtypes[into->number].is_differentiable && find_grad(tensor, &view->dtype, &into->flags))
         return -1;
     int64_t length = extent(view->shape, view->strides, view->ndim);
     if (length < 0 || length > MESSAGE_LIMIT_BYTES)

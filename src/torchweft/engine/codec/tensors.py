@@ -147,6 +147,7 @@ _DLPACK_KINDS = {
     1: "uint8 uint16 uint32 uint64",
     2: "float16 float32 float64",
     4: "bfloat16",
+    5: "complex64 complex128",
     6: "bool",
     10: "float8_e4m3fn",
     11: "float8_e4m3fnuz",
