@@ -25,6 +25,9 @@ copies that to a GPU often::
         return step(batch.to("cuda", non_blocking=True))
 
 All page-locked memory of a worker together is limited by ``WEFT_PINNED_LIMIT_BYTES``.
+
+``pooled_empty`` and ``prefer_huge_pages`` are for memory of this worker alone that is large: the
+first use of fresh memory takes several times as long as its contents take to be copied.
 """
 
 from __future__ import annotations
@@ -37,10 +40,12 @@ from torch import Tensor
 
 from torchweft import knobs
 from torchweft.engine.channels.device_copies import PageLock, PageLocks
+from torchweft.engine.channels.memory import advise_huge_pages
 from torchweft.engine.channels.shm import SharedMemory, why_no_pool
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.ids import WorkerInfo
 
 
 def shared_empty(*size: int, dtype: torch.dtype | None = None, pin_memory: bool = False) -> Tensor:
@@ -122,6 +127,56 @@ def pin(tensor: Tensor) -> Tensor:
     # The finalizer keeps the lock, which keeps the storage: the lock ends first. It ends at once,
     # not in a queue, since the memory may be another worker's, which waits for it.
     weakref.finalize(tensor, lock.release).atexit = False
+    return tensor
+
+
+def is_shared_with(worker: str | int | WorkerInfo) -> bool:
+    """Returns whether a worker maps this worker's shared memory, so that no copies travel to it.
+
+    Known once the two have exchanged a message; until then False for another worker.
+
+    Raises:
+        NotInitialized: This process is not a worker.
+        UnknownWorker: There is no such worker.
+    """
+    peer = current().find(worker)
+    return peer.is_self or peer.ways.obstacles().get("shm") == ""
+
+
+def pooled_empty(*size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Makes an uninitialised tensor on the CPU, in memory that this worker has used before.
+
+    So its first use costs no page faults, if the worker has such memory to spare. The memory goes
+    back to the worker's pool with the tensor and its views; see ``WEFT_POOL_LIMIT_BYTES``.
+
+    Args:
+        size: The shape.
+        dtype: Any type of plain elements; by default torch's default type.
+
+    Raises:
+        NotInitialized: This process is not a worker.
+        MemoryError: The system has no memory left.
+    """
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    size_bytes = math.prod(size) * dtype.itemsize
+    if not size_bytes:
+        return torch.empty(size, dtype=dtype, device="cpu")
+    memory = current().pool.lease(size_bytes)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(size)
+
+
+def prefer_huge_pages(tensor: Tensor) -> Tensor:
+    """Asks the system for huge pages under a tensor that was not used yet; it may decline.
+
+    Reads at random places of a large tensor are faster then. Needs no worker.
+
+    Args:
+        tensor: A dense tensor on the CPU, just made by ``torch.empty``.
+
+    Returns:
+        The same tensor.
+    """
+    advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
 
 

@@ -10,10 +10,11 @@ import torch
 from tests.contract.processes.functions import wait_until
 from tests.processes import shared_memory_internals
 from tests.processes.weights_functions import LIMIT_S, SIZE, Model, Sampler, Trainer
-from torchweft import rpc
+from torchweft import memory, rpc
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
+from torchweft.ids import WorkerInfo
 from torchweft.launch import Cluster
-from torchweft.weights import Publisher, Subscriber, WeightsMismatch, publisher
+from torchweft.weights import Publisher, Subscriber, WeightsMismatch
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -138,15 +139,15 @@ def test_a_version_whose_fetch_failed_is_fetched_again(
     trainer = Trainer()
     sampler = Sampler(trainer.publisher)  # type: ignore[arg-type]
     failing = [True, True]
-    lends = publisher._lends_to
+    lends = memory.is_shared_with
 
-    def lend_or_fail(worker: str) -> bool:
+    def lend_or_fail(worker: WorkerInfo) -> bool:
         if failing:
             failing.pop()
             raise MemoryError("no memory for a moment")
         return lends(worker)
 
-    monkeypatch.setattr(publisher, "_lends_to", lend_or_fail)
+    monkeypatch.setattr(memory, "is_shared_with", lend_or_fail)
     trainer.train()
     for _ in range(2):
         with pytest.raises(MemoryError, match="for a moment"):

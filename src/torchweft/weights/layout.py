@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchweft.engine.codec.reducers import has_memory
-from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.extending import has_memory, rebuilds_plain
 
 ALIGNMENT = 64
 """Of each tensor, in bytes: that of a line of the processor's cache."""

@@ -16,11 +16,6 @@ from torch import Tensor
 
 from torchweft import memory
 from torchweft.arguments import wrong_type
-from torchweft.engine.channels.device_copies import GpuCalls
-from torchweft.engine.codec.registry import rebuilds_plain
-from torchweft.engine.worker.agent import Agent
-from torchweft.engine.worker.current import current
-from torchweft.engine.worker.peers import Peer
 from torchweft.errors import (
     ArgumentTypeError,
     CallTimeout,
@@ -28,9 +23,16 @@ from torchweft.errors import (
     NotInitialized,
     SerializationError,
 )
-from torchweft.rpc import RRef, detached, expose, rpc_async
-from torchweft.rpc.calls import Future
-from torchweft.rpc.serving import caller, check_caller, check_types
+from torchweft.extending import (
+    Member,
+    caller,
+    check_caller,
+    check_types,
+    rebuilds_plain,
+    run_in_background,
+    this_worker,
+)
+from torchweft.rpc import Future, RRef, detached, expose, rpc_async
 from torchweft.weights import delta
 from torchweft.weights.layout import Layout, Source, check_same, check_shared, layout_of, tensors_of
 from torchweft.weights.versions import Offer, Offers, Version
@@ -63,13 +65,13 @@ class Storage:
     """Makes the memory of versions of one size. Thread-safe.
 
     Args:
-        agent: The agent of this worker.
+        worker: This worker.
         size_bytes: Bytes of a version.
         is_pinned: Whether to page-lock the memory where that is possible, for copies from GPUs.
     """
 
-    def __init__(self, agent: Agent, size_bytes: int, *, is_pinned: bool = False) -> None:
-        self._agent = agent
+    def __init__(self, worker: Member, size_bytes: int, *, is_pinned: bool = False) -> None:
+        self._worker = worker
         self._size_bytes = size_bytes
         self._is_pinned = is_pinned
         self._preparing = threading.Lock()
@@ -83,24 +85,24 @@ class Storage:
 
     def prepare_soon(self) -> None:
         """Has a thread of the worker make the memory of the next version; does not block."""
-        self._agent.reactor.submit_task(self._prepare)
+        run_in_background(self._prepare)
 
-    def _prepare(self, _: object, __: object) -> None:
+    def _prepare(self) -> None:
         with self._preparing:
             if self._spare is None:
                 # Where there is none now, there may be some when it is needed.
                 with contextlib.suppress(MemoryError, NotInitialized):
                     self._spare = self._shared()
 
-    def take(self, agent: Agent) -> Memory:
+    def take(self, worker: Member) -> Memory:
         """Returns memory for a version; waits if it is being made.
 
         Args:
-            agent: The agent of this worker now; it may have joined another group.
+            worker: This worker now; the process may have joined another group.
         """
         with self._preparing:
-            if agent is not self._agent:
-                self._agent, self._spare = agent, None
+            if worker is not self._worker:
+                self._worker, self._spare = worker, None
             spare, self._spare = self._spare, None
         if spare is not None:
             return spare
@@ -110,8 +112,7 @@ class Storage:
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning("weights are sent as copies, also on this host: %s", error)
-            leased = agent.pool.lease(self._size_bytes)
-            return Memory(torch.frombuffer(leased, dtype=torch.uint8), False)
+            return Memory(memory.pooled_empty(self._size_bytes, dtype=torch.uint8), False)
 
     def _shared(self) -> Memory:
         if self._is_pinned:
@@ -266,8 +267,8 @@ class Publisher:
             raise wrong_type("dtype", dtype, "pass one such as torch.bfloat16")
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigurationError(f"dtype={dtype}: pass a floating-point type")
-        agent = current()
-        self._worker = agent.me.name
+        worker = this_worker()
+        self._worker = worker.name
         self._source = source
         self._dtype = dtype
         tensors = tensors_of(source)
@@ -279,7 +280,7 @@ class Publisher:
         self._publishing = threading.Lock()
         self._encoding = threading.Lock()
         is_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        self._storage = Storage(agent, self._layout.size_bytes, is_pinned=is_on_gpu)
+        self._storage = Storage(worker, self._layout.size_bytes, is_pinned=is_on_gpu)
         self._kept: dict[int, Memory] = {}
         self._deltas: dict[tuple[int, int], delta.Delta | None] = {}
         self._subscriptions: dict[object, _Subscription] = {}
@@ -313,9 +314,8 @@ class Publisher:
             subject = f"the source on {self._worker!r}"
             check_same(self._layout, tensors, self._dtype, subject)
             check_shared(self._layout, tensors, subject)
-            agent = current()
-            kept = self._storage.take(agent)
-            fill(self._layout, tensors, kept.tensor, agent.page_locks.calls)
+            kept = self._storage.take(this_worker())
+            fill(self._layout, tensors, kept.tensor)
             with self._lock:
                 version = self._offers.published()
                 self._kept[version.number] = kept
@@ -405,7 +405,7 @@ class Publisher:
     def fetch(self, have: Version | None) -> Sent | None:
         """Returns the newest version for the caller; None if there is none but the one it has."""
         check_types(have=(have, (Version, type(None))))
-        lends = _lends_to(caller())
+        lends = memory.is_shared_with(caller().info)
         with self._lock:
             newest = self._offers.newest
             is_shared = newest is not None and lends and self._kept[newest.number].is_shared
@@ -451,36 +451,27 @@ def _check_own(inbox: Any) -> None:
     check_caller((inbox.owner_name(),), "change a subscription of another worker")
 
 
-def _lends_to(peer: Peer) -> bool:
-    """Whether a worker maps this worker's shared memory."""
-    return peer.is_self or peer.ways.obstacles()["shm"] == ""
-
-
-def fill(
-    layout: Layout, tensors: dict[str, Tensor], version: Tensor, calls: GpuCalls | None = None
-) -> None:
+def fill(layout: Layout, tensors: dict[str, Tensor], version: Tensor) -> None:
     """Copies tensors into the memory of a version; blocks until all copies are complete.
 
     Args:
         layout: The places of the tensors.
         tensors: The tensors by name. Copies from GPUs follow the work of their current streams.
         version: The memory, of shape ``(size_bytes,)`` and type uint8.
-        calls: The calls of CUDA; needed for tensors on GPUs only.
     """
     devices: set[torch.device] = set()
     with torch.no_grad():
         for name, view in layout.views(version).items():
             tensor = tensors[name]
-            if tensor.is_cuda and calls is not None:
-                calls.copy(tensor, view)
+            view.copy_(tensor, non_blocking=tensor.is_cuda)
+            if tensor.is_cuda:
                 devices.add(tensor.device)
-            else:
-                view.copy_(tensor)
         for gap in layout.gaps():
             version[gap] = 0
     for device in devices:
-        assert calls is not None
-        calls.mark(device, sleeps=True).synchronize()
+        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        end.record(torch.cuda.current_stream(device))
+        end.synchronize()
 
 
 def words_of(version: Tensor) -> delta.Words:

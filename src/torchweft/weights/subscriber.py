@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -14,14 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchweft import memory
 from torchweft.arguments import wrong_type
 from torchweft.closing import Closing
-from torchweft.engine.worker.agent import Agent
-from torchweft.engine.worker.current import current
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
-from torchweft.rpc import RRef, on_worker_lost
-from torchweft.rpc.calls import Future, ignore_errors
-from torchweft.rpc.worker import current_worker
+from torchweft.extending import check_accepts, ignore_errors, run_in_background, this_worker
+from torchweft.rpc import Future, RRef, on_worker_lost
 from torchweft.weights import delta
 from torchweft.weights.delta import DeltaError
 from torchweft.weights.layout import Layout, Source, check_same, prepare, tensors_of
@@ -29,7 +28,6 @@ from torchweft.weights.publisher import Inbox, Publisher, Sent, announce, words_
 from torchweft.weights.versions import Following, Version
 
 _log = logging.getLogger("torchweft")
-_ANNOUNCE = f"{announce.__module__}:{announce.__name__}".encode()
 
 
 @dataclass
@@ -94,9 +92,8 @@ class Subscriber(Closing):
         in_place: bool = False,
         timeout: float = 300.0,
     ) -> None:
-        self._agent = current()
+        self._worker = this_worker().name
         _check_publisher(publisher)
-        self._worker = self._agent.me.name
         self._module = module
         self._in_place = in_place
         self._timeout_s = timeout
@@ -146,7 +143,7 @@ class Subscriber(Closing):
         reference = RRef(publisher) if isinstance(publisher, Publisher) else publisher
         if not reference.is_owner():
             # A publisher forgets a subscriber whose worker refuses to be told of versions.
-            current_worker().reader.resolve(_ANNOUNCE)
+            check_accepts(announce)
         calls = reference.rpc_sync(timeout=self._timeout_s)
         # Before the call: an announcement may outrun its answer.
         self._asked = reference.id.owner
@@ -163,9 +160,7 @@ class Subscriber(Closing):
             forget = on_worker_lost(
                 functools.partial(_tell_loss, weakref.ref(self), reference.owner_name())
             )
-            self._finalize = weakref.finalize(
-                self, _end, self._agent, forget, reference, self._inbox
-            )
+            self._finalize = weakref.finalize(self, _end, forget, reference, self._inbox)
             self._finalize.atexit = False
             self._publisher = reference
             self._keeps_memory = terms.has_deltas
@@ -254,7 +249,7 @@ class Subscriber(Closing):
             raise DeltaError("a delta cannot be applied: its base is gone")
         # From the pool: ``update`` drops the former version, and would wait until the system has
         # taken back its pages.
-        new = torch.frombuffer(self._agent.pool.lease(base.nbytes), dtype=torch.uint8)
+        new = memory.pooled_empty(base.nbytes, dtype=torch.uint8)
         delta.decode(
             delta.Delta(sent.data.numpy().data, sent.checksum), words_of(base), words_of(new)
         )
@@ -434,16 +429,15 @@ def _tell_loss(of: weakref.ref[Subscriber], publisher: str, error: WorkerLost) -
         subscriber._publisher_lost(error)
 
 
-def _end(
-    agent: Agent, forget: Callable[[], None], publisher: RRef[Publisher], inbox: RRef[Inbox]
-) -> None:
-    """Ends a subscription, as a task: a finalizer may run anywhere."""
+def _end(forget: Callable[[], None], publisher: RRef[Publisher], inbox: RRef[Inbox]) -> None:
+    """Ends a subscription, on another thread: a finalizer may run anywhere."""
 
-    def end(_: object, __: object) -> None:
+    def end() -> None:
         forget()
         try:
             ignore_errors(publisher.rpc_async().unsubscribe(inbox))
         except Exception:
             pass  # The publisher is lost, or this worker has left.
 
-    agent.reactor.submit(end)
+    with contextlib.suppress(NotInitialized):
+        run_in_background(end)

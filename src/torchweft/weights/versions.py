@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.extending import rebuilds_plain
 
 
 @rebuilds_plain

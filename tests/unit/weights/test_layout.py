@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.unit.engine.channels.fake_gpu import FakeGpu
 from torchweft.errors import ArgumentTypeError
 from torchweft.weights import WeightsMismatch
 from torchweft.weights.layout import ALIGNMENT, check_same, check_shared, layout_of, tensors_of
@@ -123,15 +124,32 @@ def test_what_has_no_dense_tensors_is_refused(source: object, text: str) -> None
         tensors_of(source)  # type: ignore[arg-type]
 
 
+class Event:
+    """Stands for an event of CUDA; notes what is done with it."""
+
+    steps: ClassVar[list[str]] = []
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking, "a thread that waits for a whole version sleeps"
+
+    def record(self, stream: object) -> None:
+        self.steps.append(f"record on {stream}")
+
+    def synchronize(self) -> None:
+        self.steps.append("wait")
+
+
 def test_a_version_is_complete_before_it_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies from a GPU are enqueued together, and waited for once for each device."""
     tensors = {"a": torch.randn(3, 4).t(), "b": torch.randn(5), "none": torch.zeros(0)}
     layout = layout_of(tensors, torch.bfloat16)
     memory = torch.full((layout.size_bytes,), 0xAB, dtype=torch.uint8)
-    gpu = FakeGpu()
+    monkeypatch.setattr(Event, "steps", [])
     with monkeypatch.context() as all_on_a_gpu:
         all_on_a_gpu.setattr(Tensor, "is_cuda", True)
-        fill(layout, tensors, memory, gpu)
-    assert gpu.waits == 1
+        all_on_a_gpu.setattr(torch.cuda, "Event", Event)
+        all_on_a_gpu.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+        fill(layout, tensors, memory)
+    assert Event.steps == ["record on stream of cpu", "wait"]
     for name, view in layout.views(memory).items():
         assert torch.equal(view, tensors[name].to(torch.bfloat16))

@@ -25,6 +25,7 @@ from torchweft.engine.channels.channel import Held, Ways
 from torchweft.engine.io.link import Link
 from torchweft.engine.protocol.calls import ServedCall
 from torchweft.engine.protocol.connecting import Connecting, Patience, State, Terms
+from torchweft.engine.protocol.registration import HOST as HOST_FACT
 from torchweft.engine.protocol.registration import Registration, Roster
 from torchweft.engine.protocol.sessions import UnsentMessages
 from torchweft.engine.worker.deaths import cause_of
@@ -254,6 +255,11 @@ class Peer:
             if not obstacle:
                 self.link = link
         return obstacle
+
+    @property
+    def host(self) -> str:
+        """What its host is known by, the same for all workers of a host; else its own name."""
+        return str(self.registration.facts.get(HOST_FACT, self.name))
 
     @property
     def is_over(self) -> bool:

@@ -1,0 +1,229 @@
+"""Hooks for applications and tools that are written on Weft, by Weft itself or by others.
+
+A program needs ``torchweft.rpc`` and its like. An application, such as a replicated counter or the
+tables of ``torchweft.embedding``, needs a little more of the worker in which it runs: who calls,
+which workers there are, where its own state of this worker belongs, and how its numbers get into
+``torchweft top``. This module has that, and an application imports nothing else of the engine.
+``docs/extending.md`` leads through one.
+
+No function here sends anything, and none blocks, unless its description says so. All are
+thread-safe. Those that need a worker raise ``NotInitialized`` in a process that is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from torchweft.engine.codec.functions import name_of
+from torchweft.engine.codec.reducers import has_memory
+from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.engine.protocol.observing import NumberRow, NumberTable
+from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.device_streams import Mark as DeviceMark
+from torchweft.engine.threads.device_streams import ServedStreams
+from torchweft.engine.threads.reports import log_exception
+from torchweft.engine.worker.agent import Slot
+from torchweft.engine.worker.current import current
+from torchweft.engine.worker.current import is_set as is_worker
+from torchweft.errors import WorkerLost
+from torchweft.ids import WorkerInfo
+from torchweft.rpc import serving
+from torchweft.rpc.calls import OrderedFuture, fail, ignore_errors
+from torchweft.rpc.observed import tell as tell_numbers
+from torchweft.rpc.serving import check_caller, check_types, refuse, serves_another_strictly
+from torchweft.rpc.worker import current_worker
+
+__all__ = [
+    "DeviceMark",
+    "Member",
+    "NumberRow",
+    "NumberTable",
+    "OrderedFuture",
+    "PerWorker",
+    "ServedStreams",
+    "caller",
+    "check_accepts",
+    "check_caller",
+    "check_types",
+    "device_mark",
+    "fail",
+    "find_worker",
+    "has_memory",
+    "ignore_errors",
+    "is_worker",
+    "log_exception",
+    "present_workers",
+    "rebuilds_plain",
+    "refuse",
+    "run_in_background",
+    "serves_another_strictly",
+    "tell_numbers",
+    "this_worker",
+    "use_after",
+    "worker_of",
+]
+
+T = TypeVar("T")
+
+
+# The workers of the group
+
+
+class Member(Protocol):
+    """One life of a worker of the group, as this worker sees it.
+
+    A worker that was started again has the name and the rank of its former life, and is another
+    ``Member``. Compare members by ``id``.
+    """
+
+    @property
+    def id(self) -> int:
+        """The number of this life, which no other life has; ``RRef.id.owner`` of its values."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its name and rank, to call it by: ``rpc_async(member.info, ...)``."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def host(self) -> str:
+        """What its host is known by, the same for all workers of a host; else its own name."""
+
+    @property
+    def is_self(self) -> bool:
+        """Whether it is this worker."""
+
+    @property
+    def lost(self) -> WorkerLost | None:
+        """When and why it was lost; None while it lives. Raise ``lost_error()``, not this."""
+
+    def lost_error(self) -> WorkerLost:
+        """Returns a fresh error for a use of a member that is lost or leaves."""
+
+
+def this_worker() -> Member:
+    """Returns this worker.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+    return current().me
+
+
+def find_worker(to: str | int | WorkerInfo) -> Member:
+    """Returns the worker that a name, a rank or a ``WorkerInfo`` means now, lost or not.
+
+    Raises:
+        UnknownWorker: There is no such worker.
+    """
+    return current().find(to)
+
+
+def worker_of(life: int) -> Member:
+    """Returns the worker with the number of a life, such as ``RRef.id.owner``, lost or not.
+
+    Raises:
+        KeyError: This worker has never known that life.
+    """
+    return current().peers[life]
+
+
+def present_workers() -> Sequence[Member]:
+    """Returns the workers of the group by rank; in an open group, without lost workers."""
+    return current().members.present()
+
+
+# The state and the work of a component on this worker
+
+
+class PerWorker(Generic[T]):
+    """An object of a component that each worker has once; a constant of the component's module.
+
+    It is made when it is first asked for, and belongs to one membership: a process that leaves its
+    group and joins another one has a new object. The worker owns it, and drops it when it has left.
+
+    Args:
+        make: Makes the object, without arguments. Runs under a lock: it must neither block nor ask
+            for another such object.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._slot = Slot(make)
+
+    def get(self) -> T:
+        """Returns the object of this worker.
+
+        Raises:
+            NotInitialized: This process is no worker.
+        """
+        return current().slots[self._slot]
+
+
+def run_in_background(function: Callable[..., None], *args: Any) -> None:
+    """Has a thread of this worker run a function soon; does not wait for it.
+
+    The thread is one of those that run calls of others, of which there are ``num_worker_threads``.
+    The function may block in calls. An error that it raises is logged. A finalizer may call this.
+
+    Args:
+        function: Called with ``args``.
+        args: Its arguments, which are kept until then.
+    """
+    current().reactor.submit_task(_run, (function, args))
+
+
+def _run(work: tuple[Callable[..., None], tuple[Any, ...]], _: object) -> None:
+    function, args = work
+    function(*args)
+
+
+# The call that the running function serves
+
+
+def caller() -> Member:
+    """Returns the worker whose call the running code serves; this worker where no call is.
+
+    It is told by the connection: another worker cannot pretend to be it. The threads that a
+    function starts serve no call.
+    """
+    return serving.caller()
+
+
+def check_accepts(function: Callable[..., Any]) -> None:
+    """Checks that this worker runs a function of a module if another worker calls it.
+
+    A component uses it where others would fail later, and perhaps unseen, because this worker is
+    strict and the program has not registered the function.
+
+    Raises:
+        NotAllowed: This worker refuses calls of it; names the option that admits it.
+    """
+    name = name_of(function, main_by_name=True)
+    if name is not None:
+        current_worker().reader.resolve(name)
+
+
+# The order of GPU work between threads
+
+
+def device_mark() -> DeviceMark | None:
+    """Returns a mark behind the GPU work of this thread so far; None in a process without any.
+
+    Hand it with a value to another thread, which calls ``use_after`` before it uses the value.
+    """
+    return device_streams.mark() if device_streams.HAS_CUDA else None
+
+
+def use_after(mark: DeviceMark | None, *values: Any) -> None:
+    """Has further GPU work of this thread wait for a mark. The thread itself goes on.
+
+    Args:
+        mark: As ``device_mark`` returned it on another thread.
+        values: What was made before the mark: tensors, or tuples, lists and dictionaries of them.
+            Their memory is kept until the work of this thread with them is done.
+    """
+    device_streams.use(mark, *values)

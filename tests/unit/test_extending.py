@@ -1,0 +1,136 @@
+"""The hooks for applications, at a strict worker."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fuzz.strict.world import World
+from tests.unit.engine.worker.group import group_of
+from torchweft import extending, memory, rpc
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.calls import current_call
+from torchweft.errors import NotAllowed, NotInitialized, UnknownWorker
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A worker with threads, alone in its group."""
+    with group_of(1) as (member,):
+        current_agent.install(member.agent)
+        yield
+        current_agent.install(None)
+
+
+@rpc.register
+def registered() -> None:
+    """Is registered."""
+
+
+def not_registered() -> None:
+    """Is not."""
+
+
+def test_the_workers_of_a_group(world: World) -> None:
+    me, other = extending.this_worker(), extending.find_worker(world.sender.name)
+    assert me.is_self
+    assert not other.is_self
+    assert [each.name for each in extending.present_workers()] == ["me", "sender", "other"]
+    assert extending.find_worker(other.info) is extending.find_worker(other.info.id) is other
+    assert extending.worker_of(other.id) is other
+    assert other.lost is None
+    assert me.host == me.name, "it has not said on which host it is"
+    assert rpc.RRef(1).id.owner == me.id
+    with pytest.raises(UnknownWorker):
+        extending.find_worker("nobody")
+
+
+def test_without_a_worker() -> None:
+    assert not extending.is_worker()
+    asks = (extending.this_worker, extending.present_workers, extending.caller, COUNTS.get)
+    for each in (*asks, lambda: extending.run_in_background(print)):
+        with pytest.raises(NotInitialized):
+            each()
+
+
+COUNTS: extending.PerWorker[list[int]] = extending.PerWorker(list)
+
+
+def test_each_worker_has_an_object_of_its_own() -> None:
+    found = []
+    for _ in range(2):
+        world = World()
+        COUNTS.get().append(1)
+        found.append(COUNTS.get())
+        world.close()
+    assert found == [[1], [1]]
+
+
+def test_work_in_the_background(alone: None) -> None:
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    extending.run_in_background(lambda *args: done.put((args, threading.current_thread())), 1, 2)
+    args, thread = done.get(timeout=LIMIT_S)
+    assert args == (1, 2)
+    assert thread is not threading.current_thread()
+
+
+def test_a_finalizer_may_start_work(alone: None) -> None:
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    dropped = torch.nn.Linear(1, 1)
+    weakref.finalize(dropped, extending.run_in_background, done.put, "ended")
+    del dropped
+    gc.collect()
+    assert done.get(timeout=LIMIT_S) == "ended"
+
+
+def test_the_caller(world: World) -> None:
+    assert extending.caller() is extending.this_worker()
+    token: Any = current_call.set(SimpleNamespace(peer=world.sender))  # type: ignore[arg-type]
+    try:
+        assert extending.caller() is world.sender
+        assert extending.serves_another_strictly()
+    finally:
+        current_call.reset(token)
+
+
+def test_a_strict_worker_accepts_what_is_registered(world: World) -> None:
+    extending.check_accepts(registered)
+    with pytest.raises(NotAllowed, match="not_registered"):
+        extending.check_accepts(not_registered)
+
+
+def test_marks_where_there_is_no_gpu() -> None:
+    tensor = torch.ones(1)
+    extending.use_after(extending.device_mark(), tensor)
+    assert tensor.item() == 1
+
+
+def test_pooled_memory_comes_back(alone: None) -> None:
+    tensor = memory.pooled_empty(3, 1 << 20, dtype=torch.float64)
+    assert (tensor.shape, tensor.dtype) == ((3, 1 << 20), torch.float64)
+    address = tensor.data_ptr()
+    del tensor
+    assert memory.pooled_empty(3 << 20, dtype=torch.int64).data_ptr() == address
+    assert memory.pooled_empty(0, 5).shape == (0, 5)
+
+
+def test_memory_is_shared_with_oneself_and_with_nobody_unknown(world: World) -> None:
+    assert memory.is_shared_with(extending.this_worker().info)
+    assert not memory.is_shared_with(world.sender.name)
