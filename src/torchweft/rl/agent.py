@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from torchweft.arguments import wrong_type
-from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ConfigurationError
+from torchweft.extending import rebuilds_plain
 from torchweft.rl.errors import WrongActions
 from torchweft.rl.policies import NUMBER, Decision, LocalPolicy
-from torchweft.rpc import RRef, expose, functions
-from torchweft.rpc.calls import Future
+from torchweft.rpc import Future, RRef, expose, functions
 from torchweft.weights import Publisher, Subscriber
 
 LONGEST_WAIT_S = 0.1

@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchweft.arguments import checked_int, kind_of, wrong_type
-from torchweft.engine.codec.registry import rebuilds_plain
-from torchweft.engine.threads.reports import log_exception
 from torchweft.errors import ConfigurationError
+from torchweft.extending import log_exception, rebuilds_plain
 from torchweft.rl.errors import UnservedSpace, WrongObservations
 
 Array = NDArray[Any]

@@ -29,9 +29,8 @@ from torch import Tensor
 from torchweft import rpc
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.closing import Closing
-from torchweft.engine.threads import device_streams
-from torchweft.engine.threads.device_streams import Mark, ServedStreams
 from torchweft.errors import ConfigurationError, WorkerLost
+from torchweft.extending import DeviceMark, ServedStreams, device_mark, ignore_errors, use_after
 from torchweft.rl.agent import Agent, FollowingPolicy, RemotePolicy
 from torchweft.rl.environments import Environments
 from torchweft.rl.errors import AgentLost, NoObservers, ProgramMismatch, SpacesMismatch, TooStale
@@ -39,7 +38,6 @@ from torchweft.rl.observer import Introduction, Observer, program_of
 from torchweft.rl.policies import Policy
 from torchweft.rl.trajectories import Collected, Trajectory
 from torchweft.rpc import RRef
-from torchweft.rpc.calls import ignore_errors
 
 READY, BUSY, LATE, LOST = "ready", "busy", "late", "lost"
 Done = Callable[[Any, BaseException | None], None]
@@ -321,7 +319,9 @@ class Observers(Closing):
         self._is_closed = False
         self._ask(agent)
         self._spaces: tuple[str, str] | None = None
-        self._done: queue.SimpleQueue[tuple[_Seat, int, Any, BaseException | None, Mark | None]]
+        self._done: queue.SimpleQueue[
+            tuple[_Seat, int, Any, BaseException | None, DeviceMark | None]
+        ]
         self._done = queue.SimpleQueue()
         names = [f"observer{k}" for k in range(count)] if isinstance(where, str) else where
         self._seats = [_Seat(number, name) for number, name in enumerate(names)]
@@ -583,8 +583,7 @@ class Observers(Closing):
         generation = seat.generation
 
         def done(result: Any, error: BaseException | None) -> None:
-            mark = device_streams.mark() if device_streams.HAS_CUDA else None
-            self._done.put((seat, generation, result, error, mark))
+            self._done.put((seat, generation, result, error, device_mark()))
 
         seat.place.start(method, args, done)
 
@@ -606,7 +605,7 @@ class Observers(Closing):
             self._expect_active()
             return None
         seat, generation, result, error, mark = taken
-        device_streams.use(mark, result)
+        use_after(mark, result)
         if generation != seat.generation:
             return None
         seat.state = READY

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.extending import check_types, rebuilds_plain, refuse, serves_another_strictly
 from torchweft.rl.agent import FollowingPolicy
 from torchweft.rl.environments import (
     Array,
@@ -31,7 +31,6 @@ from torchweft.rl.errors import WrongActions, WrongObservations
 from torchweft.rl.policies import DECISIONS, NUMBER, STARTS, Decision, Policy
 from torchweft.rl.trajectories import Collected, Episode, Trajectory
 from torchweft.rpc import RRef, expose
-from torchweft.rpc.serving import check_types, refuse, serves_another_strictly
 
 
 @rebuilds_plain

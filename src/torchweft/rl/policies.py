@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchweft.arguments import kind_of, wrong_type
-from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.extending import rebuilds_plain
 from torchweft.rl.errors import WrongActions, WrongObservations
 
 # Random numbers by environment

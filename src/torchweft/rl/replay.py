@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchweft.arguments import checked_int, wrong_type
-from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ConfigurationError
+from torchweft.extending import rebuilds_plain
 from torchweft.rl.errors import BadPriority, ColumnsMismatch, NotEnough, ReplayError
 from torchweft.rpc import expose
 

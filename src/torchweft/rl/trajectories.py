@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.extending import rebuilds_plain
 from torchweft.rpc import RRef
 
 
