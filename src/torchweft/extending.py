@@ -51,6 +51,7 @@ __all__ = [
     "find_worker",
     "has_memory",
     "ignore_errors",
+    "is_open_group",
     "is_worker",
     "log_exception",
     "present_workers",
@@ -135,6 +136,11 @@ def worker_of(life: int) -> Member:
 def present_workers() -> Sequence[Member]:
     """Returns the workers of the group by rank; in an open group, without lost workers."""
     return current().members.present()
+
+
+def is_open_group() -> bool:
+    """Returns whether workers may join and leave later; else all workers are known by now."""
+    return current().members.is_open
 
 
 # The state and the work of a component on this worker

@@ -25,7 +25,6 @@ from torchweft.checkpoint.copying import MAPPINGS, SCALARS, SEQUENCES, DeviceCop
 from torchweft.errors import ArgumentTypeError
 from torchweft.nn.remote_module import local_modules
 from torchweft.optim import states
-from torchweft.optim.local import load_exactly
 
 MODULE, TENSOR, GENERATOR, OBJECT = "module", "tensor", "generator", "object"
 DATA = "data"
@@ -182,7 +181,7 @@ def put(kind: str, value: Any, state: Any, *, strict: bool) -> None:
         elif kind == GENERATOR:
             value.set_state(state)
         elif kind == OBJECT and isinstance(value, Optimizer):
-            load_exactly(value, state)
+            states.load_exactly(value, state)
         elif kind == OBJECT:
             value.load_state_dict(state)
         else:

@@ -16,7 +16,7 @@ import torch
 
 from torchweft.arguments import is_number
 from torchweft.embedding.errors import PlanError
-from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.extending import rebuilds_plain
 
 Pooling = Literal["sum", "mean", "max", "none"]
 _POOLINGS = ("sum", "mean", "max", "none")

@@ -24,7 +24,7 @@ from torchweft.embedding.initial import mixed, shifted
 from torchweft.embedding.layout import Layout, Stack
 from torchweft.embedding.rows import Part, put, take
 from torchweft.embedding.shard import Gradients, Shard
-from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.extending import rebuilds_plain
 
 Ints = NDArray[np.int64]
 _EMPTY: Final = -1

@@ -20,11 +20,9 @@ from torchweft.embedding.rows import Part as Gradient
 from torchweft.embedding.rows import encode, sum_rows
 from torchweft.embedding.server import Host, Options, Push
 from torchweft.embedding.steps import Steps
-from torchweft.engine.protocol.registration import HOST
-from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
+from torchweft.extending import check_caller, check_types, present_workers
 from torchweft.rpc import RRef, expose, functions, get_worker_info, rpc_sync
-from torchweft.rpc.serving import check_caller, check_types
 
 Aggregate = Literal["host"] | Sequence[Sequence[str]] | None
 Groups = tuple[tuple[str, ...], ...]
@@ -80,10 +78,7 @@ def hosts_of(trainers: Sequence[str]) -> dict[str, str]:
         UnknownWorker: There is no such worker.
     """
     infos = [get_worker_info(name) for name in trainers]
-    hosts = {
-        peer.info.name: str(peer.registration.facts.get(HOST, peer.info.name))
-        for peer in current().members.present()
-    }
+    hosts = {member.name: member.host for member in present_workers()}
     return {info.name: hosts.get(info.name, info.name) for info in infos}
 
 

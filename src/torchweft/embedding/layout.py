@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweft.embedding.configs import Shard, TableConfig
-from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.extending import rebuilds_plain
 
 
 class Member(NamedTuple):

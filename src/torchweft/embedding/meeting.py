@@ -19,8 +19,8 @@ import torch
 from torchweft.embedding.errors import StepError
 from torchweft.embedding.steps import Steps
 from torchweft.errors import ConfigurationError, WorkerLost
+from torchweft.extending import caller, check_caller, check_types
 from torchweft.rpc import expose, get_worker_info, on_worker_lost
-from torchweft.rpc.serving import caller, check_caller, check_types
 
 M = TypeVar("M", bound="Meeting[Any]")
 P = TypeVar("P")

@@ -19,8 +19,6 @@ from torchweft.embedding.rows import Form, Part, encode, sum_rows
 from torchweft.embedding.rules import Rule
 from torchweft.errors import ConfigurationError
 from torchweft.optim import states
-from torchweft.optim.distributed import check_context_id
-from torchweft.optim.states import copied_options
 
 
 class TablesOptimizer(Optimizer):
@@ -96,7 +94,7 @@ class TablesOptimizer(Optimizer):
             AutogradError: There is no such context here.
         """
         if context_id is not None:
-            check_context_id(context_id)
+            states.check_context_id(context_id)
         lr = self.param_groups[0]["lr"]
         if (not is_number(lr) and not isinstance(lr, Tensor)) or not 0 <= lr < math.inf:
             raise ConfigurationError(f"the learning rate is {lr!r}; it is a number of at least 0")
@@ -147,7 +145,7 @@ class TablesOptimizer(Optimizer):
         options = {key: value for key, value in group.items() if key != "params"}
         return {
             "state": {},
-            "param_groups": [{**copied_options(options), "params": []}],
+            "param_groups": [{**states.copied_options(options), "params": []}],
             "rule": self.rule.settings(),
         }
 
@@ -166,7 +164,7 @@ class TablesOptimizer(Optimizer):
         (saved,) = state_dict["param_groups"]
         (group,) = self.param_groups
         group.clear()
-        group.update(copied_options(saved), params=self._touched)
+        group.update(states.copied_options(saved), params=self._touched)
 
     def difference(self, state_dict: Any) -> str:
         """Returns why a state is none of this optimizer; empty if it is."""

@@ -45,8 +45,8 @@ from torchweft.embedding.rules import Rule
 from torchweft.embedding.shard import CHANGED, Shard
 from torchweft.embedding.steps import Steps
 from torchweft.errors import BrokenChain
+from torchweft.extending import check_types
 from torchweft.rpc import RRef, expose
-from torchweft.rpc.serving import check_types
 
 _CHUNK_BYTES = 1 << 26
 """Rows that one message moves."""

@@ -29,10 +29,9 @@ from torchweft.embedding.lookup import Answer, Looked, Pulled, Traffic, make_rou
 from torchweft.embedding.planner import Plan
 from torchweft.embedding.rows import Form, Wire, decode
 from torchweft.embedding.server import ROW_PARTS, shown_staleness
-from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.errors import ConfigurationError
+from torchweft.extending import NumberRow, NumberTable, tell_numbers
 from torchweft.rpc import Future
-from torchweft.rpc.observed import tell
 
 B = TypeVar("B")
 """A batch of the program."""
@@ -121,7 +120,9 @@ class Lookups:
         if before is not None:
             self._traffic, self.touched = before._traffic, before.touched
             self.is_trained = before.is_trained
-        self.forget = weakref.finalize(self, tell(functools.partial(_told, weakref.ref(self))))
+        self.forget = weakref.finalize(
+            self, tell_numbers(functools.partial(_told, weakref.ref(self)))
+        )
         """Ends what this worker tells observers of the lookups."""
 
     def look_up(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchweft.embedding.errors import InputError
-from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ConfigurationError
+from torchweft.extending import rebuilds_plain
 
 
 class Sorted(NamedTuple):

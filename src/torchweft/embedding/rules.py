@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from torchweft.arguments import is_number
-from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.errors import ConfigurationError
+from torchweft.extending import rebuilds_plain
 
 State = dict[str, Tensor]
 _fused_adagrad: Any = getattr(torch, "_fused_adagrad_", None)

@@ -20,13 +20,17 @@ from torchweft.embedding.rows import Part, Wire, decode, encode
 from torchweft.embedding.rules import Rule
 from torchweft.embedding.shard import Gradients, Shard
 from torchweft.embedding.steps import Steps
-from torchweft.engine.codec.registry import rebuilds_plain
-from torchweft.engine.protocol.observing import NumberRow, NumberTable
-from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
+from torchweft.extending import (
+    NumberRow,
+    NumberTable,
+    check_types,
+    rebuilds_plain,
+    run_in_background,
+    serves_another_strictly,
+    tell_numbers,
+)
 from torchweft.rpc import RRef, expose, functions, get_worker_info
-from torchweft.rpc.observed import tell
-from torchweft.rpc.serving import check_types, serves_another_strictly
 
 NO_TRAINER = -1
 """In place of a trainer: a pull that servers do not count."""
@@ -213,10 +217,10 @@ class Host(Pieces[GradientPush]):
         self.answer(due.answered, version)
         self.fail(due.failed)
         if due.applied:
-            current().reactor.submit_task(self._apply_soon)
+            run_in_background(self._apply_soon)
         return future
 
-    def _apply_soon(self, *_: object) -> None:
+    def _apply_soon(self) -> None:
         with self.lock:
             self._apply_complete()
 
@@ -309,7 +313,7 @@ def set_up(name: str, options: Options) -> tuple[RRef[Host], list[int]]:
 
     def make() -> Host:
         made = Host(name, options, server)
-        weakref.finalize(made, tell(functools.partial(_told, name, weakref.ref(made))))
+        weakref.finalize(made, tell_numbers(functools.partial(_told, name, weakref.ref(made))))
         return made
 
     def check(found: Host) -> None:

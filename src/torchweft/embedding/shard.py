@@ -9,13 +9,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from torchweft import memory
 from torchweft.embedding import initial
 from torchweft.embedding.errors import IdOutOfRange, InputError
 from torchweft.embedding.layout import Member, Stack
 from torchweft.embedding.rows import Bags, Entries, Part, pooled, put, summed, take
 from torchweft.embedding.rules import Rule
-from torchweft.engine.channels.memory import advise_huge_pages
-from torchweft.rpc.serving import check_types
+from torchweft.extending import check_types
 
 _INTEGERS: Final = (torch.int32, torch.int64)
 _VALUE_PARTS: Final = 2
@@ -346,6 +346,4 @@ def _memory(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     The rows of a step are all over it: with pages of 4 KiB, most of them are found by a walk
     through the page tables.
     """
-    found = torch.empty(rows, columns, dtype=dtype, device="cpu")
-    advise_huge_pages(found.data_ptr(), found.nbytes)
-    return found
+    return memory.prefer_huge_pages(torch.empty(rows, columns, dtype=dtype, device="cpu"))

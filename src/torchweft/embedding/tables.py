@@ -30,8 +30,8 @@ from torchweft.embedding.pulls import Lookups, RowStream
 from torchweft.embedding.rows import Wire
 from torchweft.embedding.rules import Rule
 from torchweft.embedding.server import Options
-from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError, SerializationError
+from torchweft.extending import is_open_group
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
 
@@ -111,7 +111,7 @@ class Tables(nn.Module):
         self.name = name
         self.trainers = (me,) if trainers is None else tuple(trainers)
         check_options(self.trainers, staleness, reduction)
-        if not current().members.is_open:  # In an open group a trainer may join later.
+        if not is_open_group():  # In an open group a trainer may join later.
             for each in self.trainers:
                 get_worker_info(each)
         if cache is not None:

@@ -20,8 +20,6 @@ from torchweft.hybrid.placement import Found, ids_of
 from torchweft.hybrid.plan import PlacementError
 from torchweft.optim import states
 from torchweft.optim.clipping import check_norms, coefficient_of, norm, norm_of, on_host
-from torchweft.optim.distributed import check_context_id
-from torchweft.optim.local import load_exactly
 
 # The tables that stay with the trainers
 
@@ -259,7 +257,7 @@ class HybridOptimizer(Optimizer):
             AutogradError: There is no such context here.
         """
         if context_id is not None:
-            check_context_id(context_id)
+            states.check_context_id(context_id)
         if self.rows is not None:
             if context_id is None:
                 self._check_dropped(bool(self.rows.param_groups[0]["params"]))
@@ -393,7 +391,7 @@ class HybridOptimizer(Optimizer):
                 "optimizer of the same rule, class and model returned"
             )
         for name, part in self._parts().items():
-            load_exactly(part, state_dict[name])
+            states.load_exactly(part, state_dict[name])
         self._collect_groups()
 
     def weft_differences(self, path: str, state: Any) -> list[str]:

@@ -25,6 +25,8 @@ from torchweft.optim.states import by_owner, read_references
 from torchweft.rpc import RRef
 from torchweft.rpc.serving import check_types
 
+__all__ = ["check_norms", "clip_grad_norm_", "coefficient_of", "norm", "norm_of", "on_host"]
+
 _DIVISION_GUARD = 1e-6
 """The constant that torch adds to the norm before it divides by it."""
 

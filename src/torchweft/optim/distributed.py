@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from torchweft.arguments import kind_of
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
-from torchweft.autograd.graph import check_context_id as check_number
 from torchweft.engine.codec.registry import has_callable_methods
 from torchweft.engine.codec.tracebacks import without_own_frames
 from torchweft.engine.worker.current import current
@@ -280,7 +279,7 @@ class DistributedOptimizer(states.Unscalable, Optimizer):
                 all workers where one raised; parameters of other workers have been stepped.
             WorkerLost: An owner is lost.
         """
-        check_context_id(context_id)
+        states.check_context_id(context_id)
         engine = current_engine()
         engine.contexts.get(context_id)
         changes = self._changes()
@@ -501,13 +500,3 @@ def _check_class(optimizer_class: object) -> None:
             f"{optimizer_class.__name__} evaluates the model anew within a step, by a closure, "
             "which no context covers; use an optimizer that steps with given gradients"
         )
-
-
-def check_context_id(context_id: Any) -> None:
-    """Raises ConfigurationError unless it is a number, as that of a context."""
-    if callable(context_id):
-        raise ConfigurationError(
-            "step() takes no closure; compute the loss and its gradients in an autograd context, "
-            "then call step(context_id)"
-        )
-    check_number(context_id)

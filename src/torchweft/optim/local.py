@@ -36,7 +36,7 @@ from torchweft.engine.threads.device_streams import Guard, new_guard
 from torchweft.engine.worker.agent import Slot
 from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim.states import Options, Reference, StateDict, copied_to
+from torchweft.optim.states import Options, Reference, load_exactly
 from torchweft.rpc import RRef
 from torchweft.rpc.serving import (
     check_called,
@@ -141,34 +141,6 @@ def _marked_step() -> object:
 
 _HOOKS = _code_of(Optimizer.profile_hook_step(lambda _: None))
 _MARKED_STEP = _marked_step()
-
-
-def load_exactly(optimizer: Optimizer, state_dict: StateDict) -> None:
-    """Loads a ``state_dict`` into an optimizer of this process; tensors keep their types."""
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        optimizer.load_state_dict(state_dict)  # It knows the form of its state itself.
-        return
-    given: list[StateDict] = []
-
-    def keep_types(_: Optimizer) -> None:
-        (state,) = given
-        numbers = (number for group in state["param_groups"] for number in group["params"])
-        weights = (weight for group in optimizer.param_groups for weight in group["params"])
-        for number, weight in zip(numbers, weights, strict=True):
-            saved = state["state"].get(number)
-            if isinstance(saved, Mapping):
-                kept = {key: copied_to(each, weight.device) for key, each in saved.items()}
-                kept.pop("step", None)  # Fused steps need the type that torch gives.
-                optimizer.state[weight].update(kept)
-
-    # Between the hooks of the program that change what is loaded, and those that see the result.
-    first = optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
-    last = optimizer.register_load_state_dict_post_hook(keep_types, prepend=True)
-    try:
-        optimizer.load_state_dict(state_dict)
-    finally:
-        first.remove()
-        last.remove()
 
 
 # The optimizer

@@ -3,7 +3,7 @@
 ``torch.optim.Optimizer.load_state_dict`` takes the state of any class, of any shape, and converts
 floating-point tensors to the type of their parameter. So a momentum in another type is rounded, and
 training does not go on as before. Here a state that does not fit is refused;
-``torchweft.optim.local.load_exactly`` has all others keep their types.
+``load_exactly`` has all others keep their types.
 
 A model that was handed to a pipeline, or whose tables went to servers, still has its parameters
 here. An optimizer of them would step what nobody trains: no gradient ever comes to them, and
@@ -28,9 +28,32 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchweft.arguments import kind_of, wrong_type
+from torchweft.autograd.graph import check_context_id as check_number
 from torchweft.autograd.refusals import add_check
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
+
+__all__ = [
+    "Moved",
+    "Options",
+    "StateDict",
+    "Unscalable",
+    "changed_options",
+    "check_context_id",
+    "check_members",
+    "classes_by_options",
+    "copied_options",
+    "differences",
+    "elsewhere",
+    "fits_class",
+    "lineage",
+    "load_exactly",
+    "loaded_with_hooks",
+    "misfits",
+    "needs_closure",
+    "placed",
+    "saved_with_hooks",
+]
 
 StateDict = dict[str, Any]
 Reference = RRef[Any]
@@ -590,3 +613,41 @@ def loaded_with_hooks(
     load(state)
     for after in list(hooked._optimizer_load_state_dict_post_hooks.values()):
         after(optimizer)
+
+
+def load_exactly(optimizer: Optimizer, state_dict: StateDict) -> None:
+    """Loads a ``state_dict`` into an optimizer of this process; tensors keep their types."""
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        optimizer.load_state_dict(state_dict)  # It knows the form of its state itself.
+        return
+    given: list[StateDict] = []
+
+    def keep_types(_: Optimizer) -> None:
+        (state,) = given
+        numbers = (number for group in state["param_groups"] for number in group["params"])
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        for number, weight in zip(numbers, weights, strict=True):
+            saved = state["state"].get(number)
+            if isinstance(saved, Mapping):
+                kept = {key: copied_to(each, weight.device) for key, each in saved.items()}
+                kept.pop("step", None)  # Fused steps need the type that torch gives.
+                optimizer.state[weight].update(kept)
+
+    # Between the hooks of the program that change what is loaded, and those that see the result.
+    first = optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
+    last = optimizer.register_load_state_dict_post_hook(keep_types, prepend=True)
+    try:
+        optimizer.load_state_dict(state_dict)
+    finally:
+        first.remove()
+        last.remove()
+
+
+def check_context_id(context_id: Any) -> None:
+    """Raises ConfigurationError unless it is a number, as that of a context."""
+    if callable(context_id):
+        raise ConfigurationError(
+            "step() takes no closure; compute the loss and its gradients in an autograd context, "
+            "then call step(context_id)"
+        )
+    check_number(context_id)
