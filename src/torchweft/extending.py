@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from torchweft.engine.codec import registry
 from torchweft.engine.codec.functions import name_of
 from torchweft.engine.codec.reducers import has_memory
-from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark as DeviceMark
@@ -211,6 +211,24 @@ def check_accepts(function: Callable[..., Any]) -> None:
     name = name_of(function, main_by_name=True)
     if name is not None:
         current_worker().reader.resolve(name)
+
+
+def rebuilds_plain(kind: T) -> T:
+    """Lets every worker, strict ones too, take objects of a class in messages; a decorator.
+
+    An object travels as the values of the class's ``__match_args__``, which are plain, and is made
+    anew of them: ``kind(*values)``. Named tuples and dataclasses are such classes. Another worker
+    may send any plain values in their place. So making an object must do no more than keep them,
+    and a function that gets one checks what is in it. The module is imported by both workers: no
+    message causes its import.
+
+    Args:
+        kind: A class at the top level of a module.
+
+    Returns:
+        The same class.
+    """
+    return registry.rebuilds_plain(kind)
 
 
 # The order of GPU work between threads

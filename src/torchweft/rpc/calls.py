@@ -382,9 +382,11 @@ S = TypeVar("S")
 
 
 class OrderedFuture(torch.futures.Future[T]):
-    """A future that orders the work of its readers after the work of its maker.
+    """A future that a component completes, by any thread: ``set_result`` or ``set_exception``.
 
-    Subclasses call ``begin`` in place of the constructor of PyTorch's future.
+    The GPU work of its readers waits for the work of the thread that completes it. An
+    ``async_execution`` function may return it. Subclasses call ``begin`` in place of the
+    constructor of PyTorch's future.
     """
 
     __slots__ = ()
@@ -792,7 +794,7 @@ def open_calls(futures: Iterable[object]) -> list[PendingCall]:
 
 
 def ignore_errors(future: Future[Any]) -> None:
-    """Suppresses the error report of a best-effort call."""
+    """Suppresses the report of a call's error that nobody looks at: it need not succeed."""
     future._watch()
 
 

@@ -402,10 +402,13 @@ def tell(teller: Teller) -> Callable[[], None]:
 
     Args:
         teller: Returns the table. It is called for each report, on some thread of the worker. It
-            neither blocks nor takes long.
+            neither blocks nor takes long. It is kept until the worker leaves its group.
 
     Returns:
-        A function that ends it.
+        A function that ends it before; it may be called several times, and by a finalizer.
+
+    Raises:
+        NotInitialized: This process is no worker.
     """
     number, tellers = next(_numbers), current().slots[TELLERS]
     tellers[number] = teller

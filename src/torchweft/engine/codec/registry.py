@@ -9,7 +9,8 @@ it.
 A mark is set while the module of the function is imported, and a worker imports most modules when
 the first message needs them. So each mark below lists the modules in which it may stand. A message
 can cause the import of these modules, and no others; a mark in another module is an error at its
-import. No message can set a mark.
+import. No message can set a mark. Classes of values may be marked in modules of others as well,
+which the program imports itself.
 
 The safe functions and classes of Python and torch are closed lists. They must do no more than make
 a value, whatever their arguments.
@@ -43,10 +44,13 @@ class Mark:
 
     Args:
         modules: Modules in which the mark may stand.
+        admits_others: Whether it may stand in modules outside of Weft, too. No message causes the
+            import of these.
     """
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, admits_others: bool = False) -> None:
         self.modules = frozenset(modules)
+        self._admits_others = admits_others
         self._names: set[str] = set()
 
     def __call__(self, member: T) -> T:
@@ -57,7 +61,8 @@ class Mark:
         """
         marked: Any = member
         name = f"{marked.__module__}:{marked.__qualname__}"
-        if marked.__module__ not in self.modules:
+        is_own = f"{marked.__module__}.".startswith("torchweft.")
+        if marked.__module__ not in self.modules and (is_own or not self._admits_others):
             raise ConfigurationError(
                 f"{name} may not be marked for messages of others: its module is not on the list "
                 f"of the mark in {__name__}"
@@ -126,6 +131,7 @@ rebuilds_plain = Mark(
     "torchweft.weights.layout",
     "torchweft.weights.publisher",
     "torchweft.weights.versions",
+    admits_others=True,
 )
 """These rebuild an object of Weft, or a sparse tensor, from plain values; in pickles as well."""
 

@@ -53,11 +53,12 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class NumberRow:
-    """What the numbers of a row are of, and the numbers.
+    """A row of a ``NumberTable``.
 
     Attributes:
-        labels: One text for each of the table's ``labels``.
-        numbers: By name; a name that ends with ``bytes`` is of bytes, with ``share`` a part of 1.
+        labels: What the numbers are of: one text for each of the table's ``labels``.
+        numbers: By name, which heads the column. A name that ends with ``bytes`` is of bytes, one
+            that ends with ``share`` is a part of 1.
         histograms: By name, how often each value was observed; values are whole numbers as text.
     """
 
@@ -68,11 +69,11 @@ class NumberRow:
 
 @dataclass(frozen=True, slots=True)
 class NumberTable:
-    """Numbers that a component of a worker tells of itself; see ``rpc.observed``.
+    """Numbers that a component of a worker tells observers; see ``tell_numbers``.
 
     Attributes:
-        title: What they are of.
-        labels: The heads of the labels.
+        title: What they are of. Tables of all workers with one title are shown as one.
+        labels: The heads of the columns of labels.
         rows: The rows.
     """
 
