@@ -22,26 +22,31 @@ from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark as DeviceMark
 from torchweft.engine.threads.device_streams import ServedStreams
+from torchweft.engine.threads.interrupts import acquire
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.worker.agent import Slot
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.current import is_set as is_worker
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
+from torchweft.optim.distributed import Failure, run_on_owners
 from torchweft.rpc import serving
 from torchweft.rpc.calls import OrderedFuture, fail, ignore_errors
+from torchweft.rpc.observed import info_of
 from torchweft.rpc.observed import tell as tell_numbers
 from torchweft.rpc.serving import check_caller, check_types, refuse, serves_another_strictly
 from torchweft.rpc.worker import current_worker
 
 __all__ = [
     "DeviceMark",
+    "Failure",
     "Member",
     "NumberRow",
     "NumberTable",
     "OrderedFuture",
     "PerWorker",
     "ServedStreams",
+    "acquire",
     "caller",
     "check_accepts",
     "check_caller",
@@ -51,6 +56,7 @@ __all__ = [
     "find_worker",
     "has_memory",
     "ignore_errors",
+    "info_of",
     "is_open_group",
     "is_worker",
     "log_exception",
@@ -58,6 +64,8 @@ __all__ = [
     "rebuilds_plain",
     "refuse",
     "run_in_background",
+    "run_on_owners",
+    "served_streams",
     "serves_another_strictly",
     "tell_numbers",
     "this_worker",
@@ -240,6 +248,15 @@ def device_mark() -> DeviceMark | None:
     Hand it with a value to another thread, which calls ``use_after`` before it uses the value.
     """
     return device_streams.mark() if device_streams.HAS_CUDA else None
+
+
+def served_streams() -> ServedStreams:
+    """Returns the streams on which the GPU work of this worker's threads runs.
+
+    ``served_streams().carried(function)`` is for a thread of the component: it runs the function on
+    a stream of its own, behind the work of the thread that calls ``carried``.
+    """
+    return current().served_streams
 
 
 def use_after(mark: DeviceMark | None, *values: Any) -> None:

@@ -11,19 +11,21 @@ import contextlib
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from torchweft.engine.worker.agent import Agent
-from torchweft.engine.worker.current import current
-from torchweft.engine.worker.peers import Peer
-from torchweft.errors import CallTimeout, WeftError
-from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, functions, rpc_async, rpc_sync
-from torchweft.rpc.calls import ignore_errors
-from torchweft.rpc.observed import info_of
-from torchweft.rpc.serving import caller, check_types
+from torchweft.errors import CallTimeout, WeftError, WorkerLost
+from torchweft.extending import caller, check_types, ignore_errors, info_of, worker_of
+from torchweft.rpc import (
+    UNSET_RPC_TIMEOUT,
+    RRef,
+    functions,
+    on_worker_lost,
+    rpc_async,
+    rpc_sync,
+)
 
 _Key = tuple[int, str]
 """Names a step or a close: the id of its worker, and a token that this worker has chosen."""
@@ -54,7 +56,7 @@ class StepGate:
 
     def __init__(self) -> None:
         gate = _Gate()
-        _watch(current(), gate)
+        _watch(gate)
         self.reference = RRef(gate)
 
     @classmethod
@@ -167,12 +169,12 @@ class _Gate:
         with self._lock:
             return {who for who, _ in self._steps}
 
-    def lost(self, worker: int) -> None:
-        """Ends all steps and closes of a lost worker."""
+    def end_lost(self, is_lost: Callable[[int], bool]) -> None:
+        """Ends all steps and closes of lost workers, of which ``is_lost`` tells by their ids."""
         with self._lock:
             begun = {*self._steps, *self._closers, *self._waiting}
         for key in begun:
-            if key[0] == worker:
+            if is_lost(key[0]):
                 self.end(key)
 
     def _go_on(self) -> None:
@@ -189,17 +191,17 @@ class _Gate:
             waiting.set_result(None)
 
 
-def _watch(agent: Agent, gate: _Gate) -> None:
+def _watch(gate: _Gate) -> None:
     """Reports lost workers to the gate, for as long as there is a reference to it."""
     weak = weakref.ref(gate)
 
-    def tell(peer: Peer) -> None:
+    def tell(_: WorkerLost) -> None:
         watched = weak()
         if watched is not None:
-            watched.lost(peer.id)
+            # By id: another life may have the name of the lost one by now.
+            watched.end_lost(lambda worker: worker_of(worker).lost is not None)
 
-    agent.on_lost(tell)
-    weakref.finalize(gate, agent.off_lost, tell).atexit = False
+    weakref.finalize(gate, on_worker_lost(tell)).atexit = False
 
 
 # Called by trainers and the driver on the worker that made the gate.
@@ -215,8 +217,7 @@ def _end(gate: RRef[_Gate], token: str) -> None:
 
 
 def _inside(gate: RRef[_Gate]) -> list[str]:
-    peers = current().peers
-    return sorted(peers[worker].name for worker in _held(gate).inside())
+    return sorted(worker_of(worker).name for worker in _held(gate).inside())
 
 
 def _held(reference: RRef[_Gate]) -> _Gate:

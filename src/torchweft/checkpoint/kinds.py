@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchweft.checkpoint.copying import MAPPINGS, SCALARS, SEQUENCES, DeviceCopies, HostCopier
+from torchweft.checkpoint.copying import MAPPINGS, SCALARS, SEQUENCES, HostCopier
 from torchweft.errors import ArgumentTypeError
-from torchweft.nn.remote_module import local_modules
+from torchweft.memory import DeviceCopies
+from torchweft.nn import local_modules
 from torchweft.optim import states
 
 MODULE, TENSOR, GENERATOR, OBJECT = "module", "tensor", "generator", "object"

@@ -16,8 +16,7 @@ from torchweft.checkpoint.restoring import restore
 from torchweft.checkpoint.saving import Workers, check_keep, save_async
 from torchweft.checkpoint.snapshots import Snapshot
 from torchweft.errors import ConfigurationError, SnapshotCorrupt
-from torchweft.rpc import UNSET_RPC_TIMEOUT
-from torchweft.rpc.joining import is_notice_given
+from torchweft.rpc import UNSET_RPC_TIMEOUT, is_notice_given
 
 _log = logging.getLogger("torchweft")
 RESTART_COUNT = "WEFT_RESTART_COUNT"

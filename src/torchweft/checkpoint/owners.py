@@ -19,14 +19,19 @@ from torchweft.checkpoint.files import Written
 from torchweft.checkpoint.kinds import OPTIMIZER, PARAMETER, Content, Differences
 from torchweft.checkpoint.parts import Options, OwnedState, Places, Remote
 from torchweft.checkpoint.snapshots import Manifest, read_manifest
-from torchweft.engine.worker.current import current
 from torchweft.errors import CheckpointError, NotInitialized
+from torchweft.extending import (
+    OrderedFuture,
+    caller,
+    check_types,
+    fail,
+    info_of,
+    run_on_owners,
+    served_streams,
+    this_worker,
+)
 from torchweft.optim import DistributedOptimizer
-from torchweft.optim.distributed import run_on_owners
 from torchweft.rpc import RRef, functions, rpc_sync
-from torchweft.rpc.calls import OrderedFuture, fail
-from torchweft.rpc.observed import info_of
-from torchweft.rpc.serving import caller, check_types
 
 T = TypeVar("T")
 GIVE_UP_S = 5.0
@@ -74,7 +79,7 @@ class HeldPart:
         """
         if self._driver != caller().id:
             raise CheckpointError(
-                f"worker {current().info.name!r} holds nothing for worker {caller().name!r} there"
+                f"worker {this_worker().name!r} holds nothing for worker {caller().name!r} there"
             )
         content, self._content = self._held(), None
         return content
@@ -82,7 +87,7 @@ class HeldPart:
     def _held(self) -> Content:
         if self._content is None:
             raise CheckpointError(
-                f"worker {current().info.name!r} has written this part, or put it in place, before"
+                f"worker {this_worker().name!r} has written this part, or put it in place, before"
             )
         return self._content
 
@@ -247,7 +252,7 @@ def read_and_compare(
             )
     kinds_here.update(dict.fromkeys(stepped, PARAMETER))
     wanted = values.keys() & manifest.items.keys()
-    random = parts.random_path(current().info.name)
+    random = parts.random_path(this_worker().name)
     if origin[5] and random in manifest.items:
         wanted |= {random}
     content, report = _read_all(manifest, origin, wanted, timeout_s)
@@ -293,7 +298,7 @@ def _read_anywhere(
     place = directory, name, (record.file, record.size_bytes, record.sha256), wanted
     found = read_entries(*place)
     for worker in dict.fromkeys([writer, group[0]]):
-        is_other = worker in group and worker != current().info.name
+        is_other = worker in group and worker != this_worker().name
         if found[0] == LACKING and is_other:
             found = _ask(worker, read, place, timeout_s)
     return record.file, found
@@ -354,8 +359,8 @@ def in_background(
         else:
             future.set_result(result)
 
-    run = current().served_streams.carried(complete)
+    run = served_streams().carried(complete)
     threading.Thread(
-        target=run, name=f"weft-{current().info.name}-{name}", daemon=not is_awaited
+        target=run, name=f"weft-{this_worker().name}-{name}", daemon=not is_awaited
     ).start()
     return future

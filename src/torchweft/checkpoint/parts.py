@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from torchweft.arguments import kind_of
 from torchweft.checkpoint import kinds
-from torchweft.checkpoint.copying import DeviceCopies, HostCopier
+from torchweft.checkpoint.copying import HostCopier
 from torchweft.checkpoint.kinds import (
     OBJECT,
     PARAMETER,
@@ -27,14 +27,14 @@ from torchweft.checkpoint.kinds import (
     in_base_form,
     is_plain,
 )
-from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.extending import find_worker, present_workers, this_worker
 from torchweft.ids import WorkerInfo
+from torchweft.memory import DeviceCopies
 from torchweft.nn import RemoteModule
-from torchweft.optim import DistributedOptimizer
-from torchweft.optim.local import LocalOptimizer, Saved, step_lock
+from torchweft.optim import DistributedOptimizer, LocalOptimizer, Saved, step_lock
 from torchweft.optim.states import lineage
-from torchweft.rpc import RRef, get_worker_info, get_worker_infos
+from torchweft.rpc import RRef, get_worker_info
 
 SEPARATOR = "/"
 OF_PARAMETERS = "/state/"
@@ -160,7 +160,7 @@ class StatePlan:
         self.owned = OwnedState({}, {}, {})
         for leaf in leaves(state):
             self._place(leaf)
-        for worker in self.random - {current().me.id}:
+        for worker in self.random - {this_worker().id}:
             self._of(worker)
 
     def _place(self, leaf: Leaf) -> None:
@@ -204,11 +204,9 @@ class StatePlan:
 def _ids(random_of: bool | Iterable[str | int | WorkerInfo]) -> set[int]:
     if random_of is False:
         return set()
-    agent = current()
     if random_of is True:
-        peers = [agent.find(info) for info in get_worker_infos()]
-        return {peer.id for peer in peers if peer.lost is None}
-    return {agent.find(get_worker_info(each)).id for each in random_of}
+        return {member.id for member in present_workers() if member.lost is None}
+    return {find_worker(get_worker_info(each)).id for each in random_of}
 
 
 # The part of one worker. Nothing from here on calls other workers.
@@ -346,7 +344,7 @@ def take(owned: OwnedState, *, with_random: bool) -> tuple[Content, dict[str, Op
         devices.wait()
     if with_random:
         # Last: the user's code that was called above may have drawn random numbers.
-        content[random_path(current().info.name)] = {"kind": RANDOM, "state": kinds.take_random()}
+        content[random_path(this_worker().name)] = {"kind": RANDOM, "state": kinds.take_random()}
     return content, options
 
 
@@ -381,6 +379,6 @@ def put(
                 if saved["state"]:
                     state[number] = saved["state"]
             owned.optimizers[path].load(Saved(dict(options[path]), state))
-    random = content.get(random_path(current().info.name))
+    random = content.get(random_path(this_worker().name))
     if random is not None:
         kinds.put_random(random["state"])

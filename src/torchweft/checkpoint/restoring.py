@@ -12,11 +12,10 @@ from torchweft.checkpoint.owners import HeldPart, Origin, Report
 from torchweft.checkpoint.parts import Options, StatePlan
 from torchweft.checkpoint.saving import Cut, Deadline, raise_first
 from torchweft.checkpoint.snapshots import Manifest, Snapshot
-from torchweft.engine.worker.current import current
 from torchweft.errors import CheckpointError
-from torchweft.optim.distributed import run_on_owners
+from torchweft.extending import present_workers, run_on_owners, this_worker, worker_of
 from torchweft.optim.states import fits_class
-from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, get_worker_infos
+from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef
 
 
 def restore(
@@ -65,14 +64,14 @@ def restore(
     plan = StatePlan(state)
     if isinstance(directory, Snapshot):
         snapshot = directory
-        manifest = snapshots.read_manifest_of(snapshot, current().me.name)
+        manifest = snapshots.read_manifest_of(snapshot, this_worker().name)
     elif dcp.is_folder(directory):
         folder = os.path.abspath(directory)
         manifest = dcp.read_manifest(folder, plan.paths)
         snapshot = Snapshot(os.path.dirname(folder), os.path.basename(folder), manifest.step)
     else:
         snapshot = snapshots.find(directory, step)
-        manifest = snapshots.read_manifest_of(snapshot, current().me.name)
+        manifest = snapshots.read_manifest_of(snapshot, this_worker().name)
     Restoring(plan, manifest, strict, Deadline(timeout), snapshot=snapshot).run(random_states)
     return snapshot
 
@@ -137,8 +136,7 @@ class Restoring:
         snapshot: Snapshot | None = None,
         held: dict[str, RRef[HeldPart]] | None = None,
     ) -> None:
-        self._agent = current()
-        self._me = self._agent.me
+        self._me = this_worker()
         self._plan = plan
         self._manifest = manifest
         self._strict = strict
@@ -149,8 +147,7 @@ class Restoring:
         self._content: Content = {}
         self._directory = "" if snapshot is None else snapshot.directory
         self._step = None if snapshot is None else snapshot.step
-        peers = [self._agent.find(info) for info in get_worker_infos()]
-        self._ids = {peer.name: peer.id for peer in peers if peer.lost is None}
+        self._ids = {each.name: each.id for each in present_workers() if each.lost is None}
 
     def run(self, with_random: bool) -> None:
         """Reads, compares and applies.
@@ -204,7 +201,7 @@ class Restoring:
         problems = self._compare_entries(reports)
         for worker, report in reports.items():
             if self._snapshot is not None:
-                name = self._agent.peers[worker].name
+                name = worker_of(worker).name
                 snapshots.raise_unreadable(self._snapshot, self._manifest, report, name, self._ids)
             problems.add(Differences(*(report[each] for each in Differences._fields)))
         if not self._strict:

@@ -28,9 +28,6 @@ from torchweft.checkpoint.kinds import OPTIMIZER, Content
 from torchweft.checkpoint.owners import HeldPart
 from torchweft.checkpoint.parts import StatePlan
 from torchweft.checkpoint.snapshots import EntryRecord, Manifest, PartRecord, Snapshot
-from torchweft.engine.threads.interrupts import acquire
-from torchweft.engine.worker.agent import Slot
-from torchweft.engine.worker.current import current
 from torchweft.errors import (
     CallCancelled,
     CallTimeout,
@@ -40,8 +37,15 @@ from torchweft.errors import (
     WeftError,
     WorkerLost,
 )
+from torchweft.extending import (
+    Failure,
+    PerWorker,
+    acquire,
+    run_on_owners,
+    this_worker,
+    worker_of,
+)
 from torchweft.ids import WorkerInfo
-from torchweft.optim.distributed import Failure, described, name_of, run_on_owners
 from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, get_worker_infos
 
 _log = logging.getLogger("torchweft")
@@ -97,10 +101,10 @@ def raise_first(what: str, failures: list[Failure], directory: str, step: int | 
         raise first.error
     others = [failure for failure in failures if failure is not first]
     raise CheckpointError(
-        f"{what} failed {described([first, *others])}",
+        f"{what} failed {'; and '.join(map(str, [first, *others]))}",
         directory=directory,
         step=step,
-        worker=name_of(first.owner),
+        worker=first.worker,
     ) from first.error
 
 
@@ -126,7 +130,7 @@ class Cut:
     def __init__(
         self, plan: StatePlan, deadline: Deadline, directory: str = "", step: int | None = None
     ) -> None:
-        self._agent = current()
+        self._me = this_worker()
         self._plan = plan
         self._deadline = deadline
         self._place = directory, step
@@ -141,7 +145,7 @@ class Cut:
         Args:
             gate: Is closed while the owners copy.
         """
-        plan, me = self._plan, self._agent.me
+        plan, me = self._plan, self._me
         for optimizer in plan.optimizers.values():
             optimizer.tell_changes()
         remote = {
@@ -170,7 +174,7 @@ class Cut:
             self.content[path] = {"kind": OPTIMIZER, "state": groups}
         kinds[me.id] = owners.kinds_in(self.content)
         for worker, its_kinds in kinds.items():
-            name = self._agent.peers[worker].name
+            name = worker_of(worker).name
             self._entries.update(
                 (path, EntryRecord(kind, name)) for path, kind in its_kinds.items()
             )
@@ -182,7 +186,7 @@ class Cut:
         return Manifest(
             step=step,
             written=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            driver=self._agent.me.name,
+            driver=self._me.name,
             workers=self._workers,
             parts=sorted(files, key=lambda part: part.rank),
             items=dict(sorted(self._entries.items())),
@@ -202,9 +206,9 @@ class Cut:
 
     def parts_by_name(self) -> dict[str, RRef[HeldPart]]:
         """Returns references to all parts, by the name of their worker."""
-        me = self._agent.me
+        me = self._me
         own = RRef(HeldPart(me.id, self.content))
-        held = {self._agent.peers[worker].name: part for worker, part in self.held.items()}
+        held = {worker_of(worker).name: part for worker, part in self.held.items()}
         return {me.name: own, **held}
 
 
@@ -229,7 +233,7 @@ class SaveAttempt:
         deadline: Deadline,
         needs: Iterable[str] = (),
     ) -> None:
-        self._agent = current()
+        self._me = this_worker()
         self._keep = keep
         self._owners = list(plan.remote)
         self._deadline = deadline
@@ -252,7 +256,7 @@ class SaveAttempt:
         directory, step = self._snapshot.directory, self._snapshot.step
         doing = f"writing the snapshot of step {step}"
         try:
-            with snapshots.named_errors(doing, directory, step, self._agent.me.name):
+            with snapshots.named_errors(doing, directory, step, self._me.name):
                 written = self._write_parts(doing)
                 manifest = self._cut.manifest(step, written, self._needs)
                 path = os.path.join(self._snapshot.path, snapshots.MANIFEST)
@@ -268,7 +272,7 @@ class SaveAttempt:
 
     def _write_parts(self, doing: str) -> list[PartRecord]:
         os.makedirs(self._snapshot.path)
-        cut, me = self._cut, self._agent.me.id
+        cut, me = self._cut, self._me.id
         answers, failures = run_on_owners(
             owners.write,
             {worker: (cut.held[worker], *self._place_of(worker)) for worker in self._owners},
@@ -280,12 +284,12 @@ class SaveAttempt:
         return [self._record(worker, *written) for worker, written in answers.items()]
 
     def _record(self, worker: int, size_bytes: int, sha256: str) -> PartRecord:
-        path, info = self._path_of(worker), self._agent.peers[worker].info
+        path, info = self._path_of(worker), worker_of(worker).info
         is_seen = os.path.exists(path) and os.path.getsize(path) == size_bytes
         return PartRecord(info.name, info.id, os.path.basename(path), size_bytes, sha256, is_seen)
 
     def _place_of(self, worker: int) -> tuple[str, str, str]:
-        info = self._agent.peers[worker].info
+        info = worker_of(worker).info
         return self._snapshot.directory, self._snapshot.name, snapshots.file_name(info)
 
     def _path_of(self, worker: int) -> str:
@@ -299,15 +303,15 @@ class SaveAttempt:
         elsewhere = {part.rank: (directory, names) for part in written if not part.is_seen}
         timeout_s = Deadline(owners.GIVE_UP_S).left_s
         _, failures = run_on_owners(owners.tidy, elsewhere, timeout_s=timeout_s)
-        for worker, error in failures:
-            _log.warning("old snapshots on worker %r stay there: %s", name_of(worker), str(error))
+        for each in failures:
+            _log.warning("old snapshots on worker %r stay there: %s", each.worker, str(each.error))
 
     def give_up(self) -> None:
         """Removes all remains of the attempt; the next save removes files that cannot be now."""
         self._cut.drop()
         snapshots.remove(self._snapshot.path)
-        arguments = {worker: self._place_of(worker) for worker in self._owners}
         with contextlib.suppress(NotInitialized):
+            arguments = {worker: self._place_of(worker) for worker in self._owners}
             run_on_owners(owners.discard, arguments, timeout_s=Deadline(owners.GIVE_UP_S).left_s)
 
 
@@ -425,7 +429,7 @@ def _begin(
     check_keep(keep)
     deadline = Deadline(timeout)
     absolute = snapshots.absolute(directory)
-    turn = current().slots[_TURNS].setdefault(absolute, threading.Lock())
+    turn = _TURNS.get().setdefault(absolute, threading.Lock())
     is_mine: list[bool] = []
     try:
         if not acquire(turn, is_mine, timeout_s=deadline.left_s() or -1):
@@ -452,5 +456,5 @@ def check_keep(keep: int | None) -> None:
         )
 
 
-_TURNS: Slot[dict[str, threading.Lock]] = Slot(dict)
+_TURNS: PerWorker[dict[str, threading.Lock]] = PerWorker(dict)
 """The lock of each directory that this worker saves to."""

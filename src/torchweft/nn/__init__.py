@@ -1,5 +1,5 @@
 """Modules on other workers: ``RemoteModule``, and chains of calls that stay on the owner."""
 
-from torchweft.nn.remote_module import Chain, RemoteModule, local_parameters
+from torchweft.nn.remote_module import Chain, RemoteModule, local_modules, local_parameters
 
-__all__ = ["Chain", "RemoteModule", "local_parameters"]
+__all__ = ["Chain", "RemoteModule", "local_modules", "local_parameters"]

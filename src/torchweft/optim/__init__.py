@@ -2,5 +2,6 @@
 
 from torchweft.optim.clipping import clip_grad_norm_
 from torchweft.optim.distributed import DistributedOptimizer
+from torchweft.optim.local import LocalOptimizer, Saved, step_lock
 
-__all__ = ["DistributedOptimizer", "clip_grad_norm_"]
+__all__ = ["DistributedOptimizer", "LocalOptimizer", "Saved", "clip_grad_norm_", "step_lock"]

@@ -44,10 +44,23 @@ Arguments = tuple[Any, ...]
 
 
 class Failure(NamedTuple):
-    """The error of a failed call, and the rank of the worker where it was raised."""
+    """The error of one of the calls of ``run_on_owners``; as text, with the worker's name.
+
+    Attributes:
+        owner: The id of the worker.
+        error: The error.
+    """
 
     owner: int
     error: Exception
+
+    @property
+    def worker(self) -> str:
+        """The worker's name."""
+        return name_of(self.owner)
+
+    def __str__(self) -> str:
+        return f"on worker {self.worker!r}: {type(self.error).__name__}: {self.error}"
 
 
 def run_on_owners(
@@ -56,16 +69,16 @@ def run_on_owners(
     here: Callable[[], Any] | None = None,
     timeout_s: Callable[[], float] = lambda: UNSET_RPC_TIMEOUT,
 ) -> tuple[dict[int, Any], list[Failure]]:
-    """Runs ``function`` on several workers at the same time, and waits for all of them.
+    """Runs ``function`` on several workers at the same time. Blocks until all calls have ended.
 
     Args:
         function: The function; on this worker it is called directly, in this thread.
-        arguments: The arguments by the rank of the worker.
+        arguments: The arguments by the id of the worker, such as ``RRef.id.owner``.
         here: Called on this worker at the same time, if this worker is not among ``arguments``.
         timeout_s: Returns the timeout of each call when it begins; its error is that of the call.
 
     Returns:
-        The results by rank, and the failures by increasing rank.
+        The results by id, and the failures by increasing id.
     """
     me = current().me.id
     results: dict[int, Any] = {}
@@ -119,25 +132,17 @@ def raise_failures(what: str, failures: list[Failure]) -> None:
         failures[0],
     )
     others = [failure for failure in failures if failure is not first]
-    message = f"{what} failed {described([first, *others])}"
+    message = f"{what} failed {'; and '.join(map(str, [first, *others]))}"
     error = first.error
     if isinstance(error, (WorkerLost, CallTimeout)):
         names = [each.name for each in dataclasses.fields(error)]
         raise type(error)(message, **{name: getattr(error, name) for name in names}) from error
-    also = tuple(name_of(failure.owner) for failure in others)
-    raise OptimizerError(message, worker=name_of(first.owner), others=also) from error
-
-
-def described(failures: Iterable[Failure]) -> str:
-    """Returns a text with the workers and errors of all failures."""
-    return "; and ".join(
-        f"on worker {name_of(owner)!r}: {type(error).__name__}: {error}"
-        for owner, error in failures
-    )
+    also = tuple(failure.worker for failure in others)
+    raise OptimizerError(message, worker=first.worker, others=also) from error
 
 
 def name_of(owner: int) -> str:
-    """Returns the name of the worker with rank ``owner``."""
+    """Returns the name of the worker with an id."""
     return current().peers[owner].name
 
 

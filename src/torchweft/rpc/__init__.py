@@ -33,6 +33,7 @@ from torchweft.rpc.joining import (
     get_worker_infos,
     init_rpc,
     is_available,
+    is_notice_given,
     shutdown,
     traffic,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "init_rpc",
     "is_available",
     "is_cancelled",
+    "is_notice_given",
     "merged",
     "remaining_time",
     "remote",

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from tests.tables import cases
 from tests.unit.engine.channels.fake_gpu import FakeGpu
 from torchweft.checkpoint import kinds
-from torchweft.checkpoint.copying import DeviceCopies, HostCopier
+from torchweft.checkpoint.copying import HostCopier
 from torchweft.checkpoint.kinds import MODULE, is_plain
 from torchweft.engine.channels.device_copies import PageLocks
 from torchweft.errors import ArgumentTypeError
+from torchweft.memory import DeviceCopies
 
 PLAIN = [
     None,

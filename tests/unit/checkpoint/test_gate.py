@@ -62,10 +62,10 @@ def test_a_lost_worker_has_ended_all_it_had_begun() -> None:
     gate.begin((1, "a"), False)
     closing = gate.begin((0, "b"), True)
     gate.begin((1, "c"), False)
-    gate.lost(1)
+    gate.end_lost(lambda worker: worker == 1)
     assert closing.done()
     waiting = gate.begin((2, "d"), False)
-    gate.lost(0)
+    gate.end_lost(lambda worker: worker == 0)
     assert waiting.done()
     assert gate.inside() == {2}
 

@@ -12,7 +12,6 @@ from tests.interrupting import interrupt_at
 from tests.unit.mapreduce.lone_worker import joined
 from torchweft.checkpoint import save, save_async
 from torchweft.checkpoint.saving import _TURNS
-from torchweft.engine.worker.current import current
 
 STEPS = 40
 """Those up to the plan, and some more; it is made after the turn has been taken."""
@@ -32,7 +31,7 @@ def test_an_interrupted_save_does_not_keep_its_turn(
 
     with joined():
         run()
-        (turn,) = current().slots[_TURNS].values()
+        (turn,) = _TURNS.get().values()
         for step in range(1, STEPS + 1):
             assert interrupt_at(step, run)
             assert turn.acquire(timeout=10)

@@ -37,7 +37,7 @@ from torchweft.optim.distributed import Failure
 def group(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = {rank: SimpleNamespace(name=name) for rank, name in enumerate(("a", "b"))}
     agent = SimpleNamespace(
-        info=SimpleNamespace(name="ps"),
+        me=SimpleNamespace(name="ps"),
         peers=peers,
         slots=Slots(),
         served_streams=ServedStreams(),

@@ -25,8 +25,7 @@ LOCK = new_guard()
 @pytest.fixture(autouse=True)
 def lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "step_lock", lambda: LOCK)
-    worker = SimpleNamespace(info=SimpleNamespace(name="ps"))
-    monkeypatch.setattr(parts, "current", lambda: worker)
+    monkeypatch.setattr(parts, "this_worker", lambda: SimpleNamespace(name="ps"))
 
 
 def optimizer_of(module: nn.Module, first: int) -> LocalOptimizer:

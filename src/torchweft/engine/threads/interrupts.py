@@ -73,9 +73,20 @@ class Lock(Protocol):
 
 
 def acquire(lock: Lock, taken: list[bool], blocking: bool = True, timeout_s: float = -1) -> bool:
-    """Acquires a lock, and notes in ``taken`` whether it did, in one step.
+    """Acquires a lock, and notes in ``taken`` whether it did, in one step. Blocks.
 
-    Call it within ``try``, whose ``finally`` releases the lock if ``taken`` is ``[True]``.
+    Ctrl-C may come between two steps of the main thread. Then a lock that was taken, and of which
+    nothing knows, would stay locked for ever. Call this within ``try``, whose ``finally`` releases
+    the lock if ``taken`` is ``[True]``.
+
+    Args:
+        lock: The lock.
+        taken: An empty list.
+        blocking: Whether to wait for the lock.
+        timeout_s: For how long; -1 for no limit.
+
+    Returns:
+        Whether the lock was acquired.
     """
     taken += map(lock.acquire, (blocking,), (timeout_s,))
     return taken == [True]
