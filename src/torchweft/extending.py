@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from torchweft.autograd.contexts import enter as in_context
 from torchweft.engine.codec import registry
 from torchweft.engine.codec.functions import name_of
 from torchweft.engine.codec.reducers import has_memory
@@ -32,13 +33,14 @@ from torchweft.ids import WorkerInfo
 from torchweft.optim.distributed import Failure, run_on_owners
 from torchweft.rpc import serving
 from torchweft.rpc.calls import OrderedFuture, fail, ignore_errors
-from torchweft.rpc.observed import info_of
+from torchweft.rpc.observed import Devices, find_devices, info_of
 from torchweft.rpc.observed import tell as tell_numbers
 from torchweft.rpc.serving import check_caller, check_types, refuse, serves_another_strictly
 from torchweft.rpc.worker import current_worker
 
 __all__ = [
     "DeviceMark",
+    "Devices",
     "Failure",
     "Member",
     "NumberRow",
@@ -53,10 +55,12 @@ __all__ = [
     "check_types",
     "device_mark",
     "fail",
+    "find_devices",
     "find_worker",
     "has_memory",
     "ignore_errors",
     "info_of",
+    "in_context",
     "is_open_group",
     "is_worker",
     "log_exception",

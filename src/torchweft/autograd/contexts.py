@@ -789,7 +789,10 @@ set_current_id: Callable[[int], object] = _current.set
 
 
 class enter:
-    """Makes this thread or task record into a context within a ``with`` block."""
+    """Makes this thread or task record into a context within a ``with`` block; 0 for none.
+
+    The context stays open afterwards: it is of the one that opened it.
+    """
 
     def __init__(self, context_id: int) -> None:
         self._context_id = context_id

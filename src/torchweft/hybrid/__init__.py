@@ -1,18 +1,18 @@
 """Models with sparse tables on servers, and a dense part under ``DistributedDataParallel``."""
 
 from torchweft.embedding.recovery import recover
+from torchweft.extending import Devices as Facts
+from torchweft.extending import find_devices as gather_facts
 from torchweft.hybrid.clipping import measure
 from torchweft.hybrid.model import HybridModel
 from torchweft.hybrid.optimizer import HybridOptimizer
 from torchweft.hybrid.passes import BatchStream
 from torchweft.hybrid.plan import Dense, HybridPlan, PlacementError, TrainersDiffer
 from torchweft.hybrid.process_group import Choice, choose_backend, init_process_group
-from torchweft.hybrid.remote import RemoteHybridModel, norms_of_means
+from torchweft.hybrid.remote import RemoteHybridModel
 from torchweft.hybrid.trainers import begun_for
-from torchweft.rpc.observed import Devices as Facts
-from torchweft.rpc.observed import find_devices as gather_facts
 
-CALLABLES = (begun_for, measure, norms_of_means)
+CALLABLES = (begun_for, measure)
 """The functions that a strict worker names in ``RpcBackendOptions(callables=...)``, beside those of
 ``torchweft.embedding``, so that trainers of hybrid models can clip gradients of rows there, and
 ask a trainer that is late where it is."""

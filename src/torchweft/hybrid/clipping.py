@@ -19,13 +19,17 @@ from torchweft.embedding.client import wait_for
 from torchweft.embedding.lookup import Pulled
 from torchweft.embedding.rows import Part, summed
 from torchweft.embedding.server import host_of
-from torchweft.engine.threads import device_streams
-from torchweft.engine.threads.device_streams import Mark
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
+from torchweft.extending import (
+    DeviceMark,
+    OrderedFuture,
+    check_caller,
+    check_types,
+    device_mark,
+    use_after,
+)
 from torchweft.optim.clipping import norm, norm_of
 from torchweft.rpc import functions, get_worker_info, on_worker_lost, rpc_async
-from torchweft.rpc.calls import OrderedFuture
-from torchweft.rpc.serving import check_caller, check_types
 
 Key = tuple[str, str, int]
 """Name of the tables, a token of this run, and how many norms were measured before."""
@@ -124,7 +128,7 @@ class _Round:
         self.trainers = trainers
         self.forget = forget
         self.stacks: dict[int, Stacks] = {}
-        self.marks: list[Mark | None] = []
+        self.marks: list[DeviceMark | None] = []
         self.futures: list[torch.futures.Future[Tensor]] = []
 
     def fail(self, error: Exception) -> None:
@@ -171,14 +175,14 @@ def measure(
             _rounds[key] = _Round(trainers, forget)
         found = _rounds[key]
         found.stacks[trainer] = stacks
-        found.marks.append(device_streams.mark() if device_streams.HAS_CUDA else None)
+        found.marks.append(device_mark())
         found.futures.append(future)
         if len(found.stacks) < len(trainers):
             return future
         del _rounds[key]
     found.forget()
     for mark in found.marks:
-        device_streams.use(mark, found.stacks)
+        use_after(mark, found.stacks)
     try:
         ordered = [found.stacks[place] for place in range(len(trainers))]
         total = norm_of_mean(ordered, len(trainers) if averages else 1, norm_type)

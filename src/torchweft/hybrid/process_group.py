@@ -27,12 +27,10 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torchweft.arguments import UNSET_RPC_TIMEOUT, limit_of
-from torchweft.engine.io import addresses
-from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
+from torchweft.extending import Devices as Facts
+from torchweft.extending import find_devices
 from torchweft.rpc import all_gather, get_worker_info
-from torchweft.rpc.observed import Devices as Facts
-from torchweft.rpc.observed import find_devices
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,7 @@ def _against(backend: str, facts: Sequence[Facts]) -> str:
 _WAIT_S = 300.0
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK_INTERFACE = "lo"
+_LOOPBACK = "127.0.0.1"
 
 
 def init_process_group(
@@ -169,7 +168,9 @@ def init_process_group(
     is_one_host = len({each.host for each in everybody}) == 1
     store, place = None, ("", 0)
     if me == names[0]:
-        store = TCPStore(_own_host(is_one_host), 0, len(names), True, wait_for_workers=False)
+        store = TCPStore(
+            _LOOPBACK if is_one_host else facts.address, 0, len(names), True, wait_for_workers=False
+        )
         place = store.host, store.port
     host, port = all_gather(place, names, timeout=limit_s)[names[0]]
     limit = datetime.timedelta(seconds=limit_s)
@@ -180,16 +181,6 @@ def init_process_group(
             choice.backend, timeout=limit, world_size=len(names), rank=names.index(me), store=store
         )
     return choice
-
-
-def _own_host(is_one_host: bool) -> str:
-    """Returns an address of this host that all trainers reach."""
-    if not is_one_host:
-        for text in current().me.registration.addresses:
-            address = addresses.parse(text)
-            if isinstance(address, addresses.TcpAddress) and addresses.is_far(address):
-                return address.host
-    return addresses.LOOPBACK
 
 
 @contextmanager

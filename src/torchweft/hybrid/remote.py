@@ -7,7 +7,7 @@ others. ``HybridModel`` does; prefer it where results are to be those of one pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,19 +18,21 @@ from torch.optim import Optimizer
 
 from torchweft.arguments import kind_of
 from torchweft.autograd import get_gradients
-from torchweft.autograd.contexts import enter
-from torchweft.errors import ArgumentTypeError, AutogradError
+from torchweft.errors import ArgumentTypeError
+from torchweft.extending import in_context
 from torchweft.hybrid.trainers import Trainers
-from torchweft.nn import RemoteModule
-from torchweft.nn.remote_module import local_modules
+from torchweft.nn import RemoteModule, local_modules
 from torchweft.optim import DistributedOptimizer
-from torchweft.optim import clipping as of_contexts
-from torchweft.optim.clipping import check_norms, coefficient_of
-from torchweft.optim.distributed import raise_failures, run_on_owners
-from torchweft.optim.local import address_of
-from torchweft.optim.states import by_owner
+from torchweft.optim.clipping import (
+    check_norms,
+    coefficient_of,
+    measure_remotely,
+    norm,
+    norm_of,
+    on_host,
+    scale_remotely,
+)
 from torchweft.rpc import RRef
-from torchweft.rpc.serving import check_types
 
 
 class RemoteHybridModel(nn.Module):
@@ -153,25 +155,20 @@ class RemoteHybridModel(nn.Module):
         contexts = self._trainers.gather(lambda: context_id)
         found = get_gradients(context_id)
         local = [found[each] for each in self.dense.parameters() if each in found]
-        addresses = {
-            owner: [(place, address_of(each)) for place, each in members]
-            for owner, members in by_owner(self._of_embedding()).items()
-        }
+        references = self._of_embedding()
 
         def measured() -> Tensor:
-            norms = _norms_of_means(contexts, addresses, norm_type)
-            norms += of_contexts.on_host([of_contexts.norm(each, norm_type) for each in local])
-            return of_contexts.norm_of(norms, norm_type)
+            norms = measure_remotely(contexts, references, norm_type)
+            norms += on_host([norm(each, norm_type) for each in local])
+            return norm_of(norms, norm_type)
 
-        with enter(context_id):
+        with in_context(context_id):
             total = self._trainers.of_first(measured)
             factor = coefficient_of(total, max_norm, error_if_nonfinite=error_if_nonfinite)
             if factor is not None:
                 for gradient in local:
                     gradient.mul_(factor.to(gradient.device, gradient.dtype))
-                given = {owner: (context_id, own, factor) for owner, own in addresses.items()}
-                _, failures = run_on_owners(of_contexts.scale, given)
-                raise_failures("scaling gradients", failures)
+                scale_remotely(context_id, references, factor)
         return total
 
     def _of_embedding(self) -> list[RRef[nn.Parameter]]:
@@ -182,33 +179,3 @@ class RemoteHybridModel(nn.Module):
 
 def _replicas_in(module: nn.Module) -> Iterator[DistributedDataParallel]:
     return (each for each in local_modules(module) if isinstance(each, DistributedDataParallel))
-
-
-def _norms_of_means(contexts: Sequence[int], addresses: Any, norm_type: float) -> list[Tensor]:
-    given = {owner: (list(contexts), own, norm_type) for owner, own in addresses.items()}
-    answers, failures = run_on_owners(norms_of_means, given)
-    raise_failures("measuring gradients", failures)
-    by_place = [pair for found in answers.values() for pair in found]
-    return [value for _, value in sorted(by_place, key=lambda pair: pair[0])]
-
-
-@torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
-def norms_of_means(
-    contexts: list[int], members: of_contexts.Members, norm_type: float
-) -> list[tuple[int, Tensor]]:
-    """Returns the norms of gradients of this worker, averaged over contexts, by position."""
-    check_types(contexts=(contexts, list), norm_type=(norm_type, float))
-    sums: dict[int, Tensor] = {}
-    for context_id in contexts:
-        for place, gradient in _gradients(context_id, members):
-            sums[place] = gradient if place not in sums else sums[place] + gradient
-    places = sorted(sums)
-    norms = [of_contexts.norm(sums[place] / len(contexts), norm_type) for place in places]
-    return list(zip(places, of_contexts.on_host(norms), strict=True))
-
-
-def _gradients(context_id: int, members: of_contexts.Members) -> Iterable[tuple[int, Tensor]]:
-    try:
-        return of_contexts._gradients(context_id, members).items()
-    except AutogradError:  # This pass has not come here, so it has left no gradients.
-        return ()

@@ -33,9 +33,9 @@ from torchweft.errors import (
     WeftError,
     WorkerLost,
 )
+from torchweft.extending import check_types
 from torchweft.hybrid.plan import TrainersDiffer
 from torchweft.rpc import Future, get_worker_info, rpc_async
-from torchweft.rpc.serving import check_types
 
 _ASK_S = 5.0
 """How long the other trainers have to say how many collectives they have begun."""

@@ -8,6 +8,7 @@ that of ``torch.nn.utils.clip_grad_norm_`` in one process, to the last bit.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,14 +19,28 @@ from torchweft.autograd import get_gradients
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
 from torchweft.engine.codec.registry import remotely_callable
-from torchweft.errors import ArgumentTypeError, ConfigurationError, OptimizerError
+from torchweft.errors import (
+    ArgumentTypeError,
+    AutogradError,
+    ConfigurationError,
+    OptimizerError,
+)
 from torchweft.optim.distributed import raise_failures, run_on_owners
 from torchweft.optim.local import Address, address_of, value_at
 from torchweft.optim.states import by_owner, read_references
 from torchweft.rpc import RRef
 from torchweft.rpc.serving import check_types
 
-__all__ = ["check_norms", "clip_grad_norm_", "coefficient_of", "norm", "norm_of", "on_host"]
+__all__ = [
+    "check_norms",
+    "clip_grad_norm_",
+    "coefficient_of",
+    "measure_remotely",
+    "norm",
+    "norm_of",
+    "on_host",
+    "scale_remotely",
+]
 
 _DIVISION_GUARD = 1e-6
 """The constant that torch adds to the norm before it divides by it."""
@@ -66,28 +81,66 @@ def clip_grad_norm_(
     max_norm, norm_type = check_norms(max_norm, norm_type)
     engine = current_engine()
     engine.contexts.get(context_id)
-    addresses = {
-        owner: [(position, address_of(reference)) for position, reference in members]
-        for owner, members in by_owner(references).items()
-    }
     with enter(context_id):
-        arguments = {owner: (context_id, own, norm_type) for owner, own in addresses.items()}
-        answers, failures = run_on_owners(norms, arguments)
-        raise_failures("measuring gradients", failures)
-        by_position: dict[int, Tensor] = {}
-        for positions, measured in answers.values():
-            by_position.update(zip(positions, measured.unbind(), strict=True))
-        total = norm_of([by_position[position] for position in sorted(by_position)], norm_type)
+        total = norm_of(measure_remotely([context_id], references, norm_type), norm_type)
         coefficient = coefficient_of(total, max_norm, error_if_nonfinite=error_if_nonfinite)
         if coefficient is not None:
-            _, failures = run_on_owners(
-                scale, {owner: (context_id, own, coefficient) for owner, own in addresses.items()}
-            )
-            raise_failures("scaling gradients", failures)
+            scale_remotely(context_id, references, coefficient)
     return total
 
 
 Members = list[tuple[int, Address]]
+
+
+def measure_remotely(
+    contexts: Sequence[int], references: Iterable[RRef[Any]], norm_type: float
+) -> list[Tensor]:
+    """Returns the norms of gradients, averaged over contexts, in the order of the parameters.
+
+    Blocks for a call to each owner. A parameter counts as zero in a context in which it has no
+    gradient, and is left out if it has none in any.
+
+    Args:
+        contexts: Each of one backward pass, for instance of each trainer.
+        references: References to the parameters.
+        norm_type: The p of the p-norm.
+
+    Raises:
+        OptimizerError: An owner failed.
+        WorkerLost: An owner is lost.
+    """
+    given = {own: (list(contexts), at, norm_type) for own, at in _addresses(references).items()}
+    answers, failures = run_on_owners(norms, given)
+    raise_failures("measuring gradients", failures)
+    by_position: dict[int, Tensor] = {}
+    for positions, measured in answers.values():
+        by_position.update(zip(positions, measured.unbind(), strict=True))
+    return [by_position[position] for position in sorted(by_position)]
+
+
+def scale_remotely(context_id: int, references: Iterable[RRef[Any]], coefficient: Tensor) -> None:
+    """Multiplies the gradients of a context, in place. Blocks for a call to each owner.
+
+    Args:
+        context_id: The context.
+        references: References to the parameters.
+        coefficient: The factor, a tensor without dimensions.
+
+    Raises:
+        OptimizerError: An owner failed.
+        WorkerLost: An owner is lost.
+    """
+    given = {own: (context_id, at, coefficient) for own, at in _addresses(references).items()}
+    _, failures = run_on_owners(scale, given)
+    raise_failures("scaling gradients", failures)
+
+
+def _addresses(references: Iterable[RRef[Any]]) -> dict[int, Members]:
+    """Returns the positions and addresses of parameters, by the id of their owner."""
+    return {
+        owner: [(position, address_of(reference)) for position, reference in members]
+        for owner, members in by_owner(references).items()
+    }
 
 
 def check_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
@@ -169,10 +222,18 @@ def _values(gradient: Tensor) -> Tensor:
 
 @remotely_callable
 @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
-def norms(context_id: int, members: Members, norm_type: float) -> tuple[list[int], Tensor]:
+def norms(contexts: list[int], members: Members, norm_type: float) -> tuple[list[int], Tensor]:
     """Returns the norms of gradients of this worker, with the positions of their parameters."""
-    check_types(context_id=(context_id, int), norm_type=(norm_type, float))
-    found = _gradients(context_id, members)
+    check_types(contexts=(contexts, list), norm_type=(norm_type, float))
+    found: dict[int, Tensor] = {}
+    for context_id in contexts:
+        check_types(context_id=(context_id, int))
+        # A pass that has not come here has left no gradients.
+        with contextlib.suppress(AutogradError):
+            for place, gradient in _gradients(context_id, members).items():
+                found[place] = gradient if place not in found else found[place] + gradient
+    if len(contexts) > 1:
+        found = {place: total / len(contexts) for place, total in found.items()}
     measured = on_host([norm(gradient, norm_type) for gradient in found.values()])
     return list(found), torch.stack(measured) if measured else torch.empty(0, device="cpu")
 

@@ -32,6 +32,7 @@ from torch import distributed
 
 from torchweft import knobs
 from torchweft.engine.codec.registry import rebuilds_plain
+from torchweft.engine.io.addresses import LOOPBACK, TcpAddress, is_far, parse
 from torchweft.engine.protocol.calls import ServedCall, SimpleRequest, function_name
 from torchweft.engine.protocol.numbers import Tombstones
 from torchweft.engine.protocol.observing import NumberTable
@@ -618,6 +619,8 @@ class Devices(NamedTuple):
         backends: The back ends that its PyTorch has: of ``gloo``, ``nccl`` and ``mpi``.
         has_infiniband: Whether a port of InfiniBand is active.
         has_ip_over_infiniband: Whether a network interface runs over InfiniBand.
+        address: The IP address at which workers of other hosts reach it; that of the loopback if it
+            listens on its host only.
     """
 
     host: str
@@ -625,6 +628,7 @@ class Devices(NamedTuple):
     backends: tuple[str, ...] = ("gloo",)
     has_infiniband: bool = False
     has_ip_over_infiniband: bool = False
+    address: str = LOOPBACK
 
 
 def find_devices(device: str | None = None, sys: Path = Path("/sys")) -> Devices:
@@ -649,7 +653,17 @@ def find_devices(device: str | None = None, sys: Path = Path("/sys")) -> Devices
         tuple(name for name, is_there in built.items() if is_there),
         any(_texts(sys, "class/infiniband/*/ports/*/state", _ACTIVE)),
         _has_ip_over_infiniband(sys),
+        _own_address(),
     )
+
+
+def _own_address() -> str:
+    if current_agent.is_set():
+        for text in current().me.registration.addresses:
+            address = parse(text)
+            if isinstance(address, TcpAddress) and is_far(address):
+                return address.host
+    return LOOPBACK
 
 
 def _texts(sys: Path, pattern: str, wanted: str) -> Iterator[Path]:

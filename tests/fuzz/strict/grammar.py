@@ -307,7 +307,11 @@ class Grammar:
             "owner:set_requires_grad": lambda: (module, chance.random() < 0.5),
             "owner:set_training": lambda: (module, chance.random() < 0.5),
             "owner:state": lambda: (module, ""),
-            "clipping:norms": lambda: (self._context_id(), members, chance.choice((2.0, math.inf))),
+            "clipping:norms": lambda: (
+                [self._context_id() for _ in range(chance.randrange(3))],
+                members,
+                chance.choice((2.0, math.inf)),
+            ),
             "clipping:scale": lambda: (self._context_id(), members, torch.tensor(0.5)),
             "local:change": lambda: (optimizer, self._changes()),
             "local:load": lambda: (optimizer, self._saved()),

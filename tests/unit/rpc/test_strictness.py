@@ -183,7 +183,7 @@ def test_a_fused_optimizer_of_the_worker_loads_no_state_of_others(world: World) 
 def test_clipping_asks_no_value_for_its_hash(served: World) -> None:
     context_id = served.worker.contexts.get_or_create(served.worker.contexts.new_id()).id
     addresses: Any = [(0, tuple(RRef(program.Trap()).id)), (1, served.addresses[4])]
-    assert clipping.norms(context_id, addresses, 2.0)[0] == []
+    assert clipping.norms([context_id], addresses, 2.0)[0] == []
     assert program.sung == []
     with pytest.raises(ArgumentTypeError):
         clipping.scale(context_id, addresses, torch.ones(2))
