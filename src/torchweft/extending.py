@@ -12,20 +12,34 @@ thread-safe. Those that need a worker raise ``NotInitialized`` in a process that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from _thread import get_ident
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
+from torchweft.autograd.component import accumulate
 from torchweft.autograd.contexts import enter as in_context
 from torchweft.engine.codec import registry
 from torchweft.engine.codec.functions import name_of
 from torchweft.engine.codec.reducers import has_memory
-from torchweft.engine.protocol.observing import NumberRow, NumberTable
+from torchweft.engine.protocol.observing import (
+    Lead,
+    NumberRow,
+    NumberTable,
+    Reading,
+    Wait,
+    lead_of,
+)
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark as DeviceMark
 from torchweft.engine.threads.device_streams import ServedStreams
 from torchweft.engine.threads.interrupts import acquire
 from torchweft.engine.threads.reports import log_exception
+from torchweft.engine.threads.thread_modes import THREADS
+from torchweft.engine.worker import current as of_process
 from torchweft.engine.worker.agent import Slot
+from torchweft.engine.worker.calls import current_call
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.current import is_set as is_worker
 from torchweft.errors import WorkerLost
@@ -36,18 +50,23 @@ from torchweft.rpc.calls import OrderedFuture, fail, ignore_errors
 from torchweft.rpc.observed import Devices, find_devices, info_of
 from torchweft.rpc.observed import tell as tell_numbers
 from torchweft.rpc.serving import check_caller, check_types, refuse, serves_another_strictly
-from torchweft.rpc.worker import current_worker
+from torchweft.rpc.streams import PORTS, Ports
+from torchweft.rpc.worker import WORKER, current_worker
 
 __all__ = [
     "DeviceMark",
     "Devices",
     "Failure",
+    "Lead",
     "Member",
     "NumberRow",
     "NumberTable",
     "OrderedFuture",
     "PerWorker",
+    "Reading",
     "ServedStreams",
+    "Wait",
+    "accumulate",
     "acquire",
     "caller",
     "check_accepts",
@@ -57,24 +76,30 @@ __all__ = [
     "fail",
     "find_devices",
     "find_worker",
+    "follow_thread_count",
     "has_memory",
     "ignore_errors",
-    "info_of",
     "in_context",
+    "info_of",
     "is_open_group",
     "is_worker",
+    "lead_of",
     "log_exception",
+    "ports",
     "present_workers",
     "rebuilds_plain",
     "refuse",
     "run_in_background",
     "run_on_owners",
+    "served_call",
     "served_streams",
     "serves_another_strictly",
     "tell_numbers",
     "this_worker",
     "use_after",
+    "waiting",
     "worker_of",
+    "working_for",
 ]
 
 T = TypeVar("T")
@@ -225,6 +250,32 @@ def check_accepts(function: Callable[..., Any]) -> None:
         current_worker().reader.resolve(name)
 
 
+def served_call() -> object:
+    """Returns the call that the running code serves, to be passed to ``working_for``; or None."""
+    return current_call.get()
+
+
+@contextlib.contextmanager
+def working_for(call: Any) -> Iterator[None]:
+    """Has reports say that this thread, one of the component, works for a call.
+
+    It is what ``torchweft explain`` needs to find out who waits for whom.
+
+    Args:
+        call: As ``served_call`` returned it on the thread that served the call.
+    """
+    agent, thread = of_process.here, get_ident()
+    if agent is None:  # The worker has left, and nobody asks for reports.
+        yield
+        return
+    serving = agent.slots[WORKER].serving
+    serving[thread] = call
+    try:
+        yield
+    finally:
+        del serving[thread]
+
+
 def rebuilds_plain(kind: T) -> T:
     """Lets every worker, strict ones too, take objects of a class in messages; a decorator.
 
@@ -243,6 +294,41 @@ def rebuilds_plain(kind: T) -> T:
     return registry.rebuilds_plain(kind)
 
 
+# Messages without calls, and waits for them
+
+
+def ports() -> Ports:
+    """Returns the ports of this worker, to which other workers post values.
+
+    A post is a message to a port, whose number both workers know. It costs less than a call, since
+    nobody answers it. Values of one sending thread arrive in order. A group that shuts down does
+    not wait for them.
+    """
+    return current().slots[PORTS]
+
+
+def waiting(waits: Callable[[], Sequence[Wait]]) -> AbstractContextManager[object]:
+    """Returns a ``with`` block in which this thread blocks until another worker does something.
+
+    Another call of others may run on a further thread meanwhile, so that workers which wait for one
+    another do not run out of threads; and reports show for what the thread waits.
+
+    Args:
+        waits: Returns a list of the ``Wait`` of each thing that is awaited. It is called by other
+            threads, and does not block.
+    """
+    agent = of_process.here
+    return nullcontext() if agent is None else agent.reactor.waiting(waits)
+
+
+def follow_thread_count() -> None:
+    """Gives this thread, one of the component, as many threads of PyTorch as the program has set.
+
+    ``torch.set_num_threads`` is of one thread alone. Call this before each piece of work.
+    """
+    THREADS.follow()
+
+
 # The order of GPU work between threads
 
 
@@ -257,8 +343,10 @@ def device_mark() -> DeviceMark | None:
 def served_streams() -> ServedStreams:
     """Returns the streams on which the GPU work of this worker's threads runs.
 
-    ``served_streams().carried(function)`` is for a thread of the component: it runs the function on
-    a stream of its own, behind the work of the thread that calls ``carried``.
+    They are for a thread of the component: ``served_streams().carried(function)`` runs the function
+    there on a stream of its own, behind the work of the thread that calls ``carried``. A thread
+    that lives long calls ``attach`` once, ``renew`` of the result before each piece of work, and
+    ``close`` at its end.
     """
     return current().served_streams
 

@@ -2,6 +2,13 @@
 
 from torchweft.optim.clipping import clip_grad_norm_
 from torchweft.optim.distributed import DistributedOptimizer
-from torchweft.optim.local import LocalOptimizer, Saved, step_lock
+from torchweft.optim.local import LocalOptimizer, Saved, step_lock, step_optimizer
 
-__all__ = ["DistributedOptimizer", "LocalOptimizer", "Saved", "clip_grad_norm_", "step_lock"]
+__all__ = [
+    "DistributedOptimizer",
+    "LocalOptimizer",
+    "Saved",
+    "clip_grad_norm_",
+    "step_lock",
+    "step_optimizer",
+]

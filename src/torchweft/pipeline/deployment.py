@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from torchweft.arguments import check_workers, wrong_type
-from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError, WorkerLost
+from torchweft.extending import ignore_errors, this_worker
 from torchweft.free_threading import shared_count
 from torchweft.pipeline.copies import Copies, find_copies
 from torchweft.pipeline.cutting import Stages
@@ -26,7 +26,6 @@ from torchweft.pipeline.runner import Assignment, Settings
 from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
 from torchweft.pipeline.wiring import BATCH, Take, pick
 from torchweft.rpc import Future, RRef, as_completed, get_worker_info, on, rpc_async
-from torchweft.rpc.calls import ignore_errors
 
 _END_S = 5.0
 _numbers = shared_count(1)
@@ -152,7 +151,7 @@ class Deployment:
 
     def _set_up(self) -> None:
         copies = find_copies(self.table, self.stages.ties)
-        number = (current().me.id << 32) | next(_numbers)
+        number = (this_worker().id << 32) | next(_numbers)
         futures = [self._place(row, number, copies) for row in range(len(self.workers))]
         try:
             self.hosts = [future.wait() for future in futures]
@@ -167,7 +166,7 @@ class Deployment:
         """Has a worker make its stages, and the thread that runs them."""
         info, settings = self.infos[row], self._settings
         sources = {stage: self.stages.sources[stage] for stage in self.table.stages_of(row)}
-        if info.name == current().me.name:
+        if info.name == this_worker().name:
             sources = copy.deepcopy(sources)  # Another worker gets copies as well.
         assignment = Assignment(
             pipe=number,
@@ -177,7 +176,7 @@ class Deployment:
             wiring=self.stages.wiring,
             stages=sources,
             copies=copies,
-            driver=current().me.name,
+            driver=this_worker().name,
             has_names=self.stages.has_names,
             endless=self.endless,
             settings=settings,
@@ -234,7 +233,7 @@ class Deployment:
         Of replicas it has the first.
         """
         found: dict[str, Any] = {}
-        me = current().me.name
+        me = this_worker().name
         for worker, each in zip(self.workers, self.call_all(method), strict=True):
             # This process has got what it changes in the next step, and not copies.
             own = copy.deepcopy(each) if worker == me else each

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from torchweft.engine.worker.peers import Peer
+from torchweft.extending import Member
 from torchweft.pipeline.errors import NotFinite
 from torchweft.pipeline.stage import Leaves, StageRun
 from torchweft.pipeline.wiring import BATCH, Packet, describe
@@ -69,7 +69,7 @@ class CheckedStage(StageRun):
     """
 
     def __init__(
-        self, *args: Any, unit: str, worker: str, peer_of: Callable[[int, int], Peer]
+        self, *args: Any, unit: str, worker: str, peer_of: Callable[[int, int], Member]
     ) -> None:
         super().__init__(*args)
         self._unit = unit

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchweft import optim
 from torchweft.arguments import kind_of
-from torchweft.engine.threads import device_streams
-from torchweft.engine.threads.device_streams import Mark
-from torchweft.engine.worker.calls import current_call
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.extending import OrderedFuture, device_mark, served_call
 from torchweft.optim import states
 from torchweft.optim.clipping import norm, on_host
-from torchweft.optim.local import step_optimizer
 from torchweft.optim.states import Options, copied_options
 from torchweft.pipeline.groups import Group, Made, Weight
 from torchweft.pipeline.recording import Notes, WorkerNotes
@@ -30,7 +28,6 @@ from torchweft.pipeline.runner import START, Assignment, Runner, Start
 from torchweft.pipeline.streaming import ENTER, Entry, Reports, StreamRunner
 from torchweft.probe import clock_id
 from torchweft.rpc import RRef, functions, on
-from torchweft.rpc.calls import OrderedFuture
 
 Inputs = Mapping[int, Mapping[int, Sequence[Any]]]
 """By stage and micro-batch, what the stage takes of the batch."""
@@ -115,8 +112,8 @@ class Host:
     ) -> torch.futures.Future[Any]:
         """Runs the worker's row once; answered when it is done."""
         done: OrderedFuture[Any] = OrderedFuture()
-        served = current_call.get()
-        given = (step, is_training, zero_grad, inputs, targets, reports, done, _mark(), served)
+        here = device_mark(), served_call()
+        given = (step, is_training, zero_grad, inputs, targets, reports, done, *here)
         self._running.put(step, START, Start(*given))
         return done
 
@@ -134,7 +131,7 @@ class Host:
             inputs: What this worker's stages take of it.
             targets: Its target, if this worker runs the last stage for it.
         """
-        entry = Entry(True, inputs, targets, _mark())
+        entry = Entry(True, inputs, targets, device_mark())
         self._running.put(run, (ENTER, 0, 0, minibatch), entry)
 
     def finish(self, run: int, n_minibatches: int) -> None:
@@ -385,7 +382,7 @@ class Host:
         if zero_grad is not None:
             self.zero_grad(zero_grad)
         if self._running.optimizer is not None:
-            step_optimizer(self._running.optimizer)
+            optim.step_optimizer(self._running.optimizer)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops the gradients that the optimizer steps with."""
@@ -492,7 +489,3 @@ def _options(group: Mapping[str, Any]) -> Options:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _mark() -> Mark | None:
-    return device_streams.mark() if device_streams.HAS_CUDA else None

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from torchweft.arguments import kind_of, wrong_type
-from torchweft.engine.threads import device_streams
 from torchweft.errors import (
     ArgumentTypeError,
     ConfigurationError,
     PipelineError,
     WorkerLost,
 )
+from torchweft.extending import use_after
 from torchweft.pipeline.batches import check_untrained, uncut
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.host import Host
@@ -196,7 +196,7 @@ class Run:
         """
         event = self._next_event()
         if isinstance(event, Report):
-            device_streams.use(event.mark, event.loss)
+            use_after(event.mark, event.loss)
             self._losses[event.minibatch] = event.loss
             return
         if event.is_run:

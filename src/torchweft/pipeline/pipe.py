@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torchweft import checkpoint as snapshots
 from torchweft.arguments import check_callable, check_choice, limit_of, wrong_type
 from torchweft.closing import Closing
-from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError
+from torchweft.extending import this_worker
 from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
 from torchweft.optim.states import Moved
 from torchweft.pipeline.batches import TrainingBatches, check_untrained, cut_batch, joined
@@ -528,7 +528,7 @@ class Pipe(Closing):
         self._check_idle()
         groups = None if self._optimizer is None else self._optimizer.follow()
         tree, _ = _tree(self._deployment, groups, state)
-        random_of = {*self.workers, current().me.name}
+        random_of = {*self.workers, this_worker().name}
         return snapshots.save(directory, tree, step=step, keep=keep, random_states=random_of)
 
     def restore(

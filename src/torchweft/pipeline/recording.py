@@ -1,7 +1,7 @@
 """Measures when each action of a pipeline runs: notes on the workers, timelines on the driver.
 
 Workers of one host read one monotonic clock. For a worker with another clock, the driver takes the
-difference from the shortest of a few calls; see ``torchweft.engine.protocol.observing``.
+difference from the shortest of a few calls; see ``torchweft.extending.lead_of``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from statistics import median_low
 from typing import NamedTuple
 
-from torchweft.engine.protocol.observing import Lead, Reading, lead_of
 from torchweft.errors import ConfigurationError, WeftError
+from torchweft.extending import Lead, Reading, lead_of
 from torchweft.ids import WorkerInfo
 from torchweft.pipeline.schedules import Costs, Span, Table, Timeline, predict
 from torchweft.pipeline.schedules.timeline import measured_costs, report

@@ -20,15 +20,20 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.arguments import kind_of
-from torchweft.engine.protocol.calls import ServedCall
-from torchweft.engine.protocol.observing import MESSAGE, Wait
-from torchweft.engine.threads import device_streams
-from torchweft.engine.threads.device_streams import Attached, Mark
-from torchweft.engine.threads.reactor import Parts
-from torchweft.engine.threads.thread_modes import THREADS
-from torchweft.engine.wire.frames import Frame
-from torchweft.engine.worker.peers import Peer
 from torchweft.errors import PipelineError, ProtocolError, WeftError, WorkerLost
+from torchweft.extending import (
+    DeviceMark,
+    Member,
+    Wait,
+    device_mark,
+    find_worker,
+    follow_thread_count,
+    ports,
+    served_streams,
+    use_after,
+    waiting,
+    working_for,
+)
 from torchweft.pipeline.copies import Copies, added, separated
 from torchweft.pipeline.finite import CheckedStage
 from torchweft.pipeline.recording import Notes
@@ -36,8 +41,6 @@ from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream, Table
 from torchweft.pipeline.stage import Leaves, Objective, StageRun
 from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe
 from torchweft.rpc import RRef, on_worker_lost
-from torchweft.rpc.streams import PORTS
-from torchweft.rpc.worker import current_worker
 
 FORWARD, BACKWARD, COPIES = range(3)
 """The kinds of messages between stages."""
@@ -52,6 +55,7 @@ _END, _MESSAGE = -1, -2
 """In place of a step: the end of the runner, and a message that was not read yet."""
 _SHOWN = {FORWARD: "the values", BACKWARD: "the gradients"}
 
+Waits = Callable[[], Sequence[Wait]]
 Key = tuple[int, ...]
 """Kind, stage, source and micro-batch of a message."""
 
@@ -148,8 +152,8 @@ class Start(NamedTuple):
     targets: Mapping[int, Any]
     reports: RRef[Any] | None
     done: torch.futures.Future[Any]
-    mark: Mark | None
-    served: ServedCall | None
+    mark: DeviceMark | None
+    served: object
 
 
 class Aborted(Exception):
@@ -186,10 +190,9 @@ class Runner:
         self.peak_versions = 1
         self.notes: Notes | None = None
         self._row = table.rows[assignment.worker]
-        self._rpc = current_worker()
-        self._peers = [self._rpc.agent.find(name) for name in assignment.workers]
+        self._peers: list[Any] = [find_worker(name) for name in assignment.workers]
         self._peer_by_seat = {seat: self._peers[worker] for seat, worker in table.seats.items()}
-        self._ports = self._rpc.agent.slots[PORTS]
+        self._ports = ports()
         self._mail: queue.SimpleQueue[tuple[int, Key, Any]] = queue.SimpleQueue()
         self._listener = self._ports.listener(assignment.pipe, self._mail)
         self._ports.open(assignment.pipe, self._put_message)
@@ -200,8 +203,8 @@ class Runner:
         self._lost: WorkerLost | None = None
         self._unreadable: Exception | None = None
         self._forget = on_worker_lost(self._on_worker_lost)
-        self._streams = Attached(self._rpc.agent.served_streams)
-        self._mark = device_streams.mark() if device_streams.HAS_CUDA else None  # of the stages
+        self._streams = served_streams().attach()
+        self._mark = device_mark()  # of the stages
         self._thread = threading.Thread(
             target=self._work, name=f"weft-pipeline-{assignment.pipe}", daemon=True
         )
@@ -243,12 +246,12 @@ class Runner:
         self._mail.put((step, key, content))
         self._listener.wake()
 
-    def _put_message(self, peer: Peer, frame: Frame) -> None:
+    def _put_message(self, peer: Member, message: Any) -> None:
         if peer not in self._peers:
             raise ProtocolError(
                 f"it sends values to a pipe of {', '.join(self.assignment.workers)}"
             )
-        self.put(_MESSAGE, (), (peer, frame))
+        self.put(_MESSAGE, (), (peer, message))
 
     def close(self) -> None:
         """Ends the thread; does not wait for it."""
@@ -277,9 +280,8 @@ class Runner:
                 self._listener.close()
                 return
             if key == START:
-                self._rpc.serving[threading.get_ident()] = content.served
-                self._run(content)
-                del self._rpc.serving[threading.get_ident()]
+                with working_for(content.served):
+                    self._run(content)
                 del content  # It has a reference of the driver.
                 self._listener.rest()
             elif key:
@@ -299,9 +301,9 @@ class Runner:
             if step == _MESSAGE:
                 self._ports.discard(*content)
 
-    def _read(self, peer: Peer, frame: Frame) -> None:
+    def _read(self, peer: Any, message: Any) -> None:
         """Reads a message of another stage, and keeps it if it is of this step or a later one."""
-        head, leaves = self._ports.read(peer, frame)
+        head, leaves = self._ports.read(peer, message)
         step, kind, stage, source, microbatch, mask, has_structure = _HEAD.unpack(head)
         structure = None
         if has_structure:
@@ -338,12 +340,12 @@ class Runner:
                 notes.end_wait()
         return arrived.pop(wanted)
 
-    def _next_mail(self, key: Key, deadline_s: float, parts: Parts) -> tuple[int, Key, Any]:
+    def _next_mail(self, key: Key, deadline_s: float, parts: Waits) -> tuple[int, Key, Any]:
         with contextlib.suppress(queue.Empty):
             return self._mail.get_nowait()
         remaining_s = max(deadline_s - time.monotonic(), 0.0)
         try:
-            with self._rpc.agent.reactor.waiting(parts):
+            with waiting(parts):
                 return self._mail.get(timeout=min(remaining_s, threading.TIMEOUT_MAX))
         except queue.Empty:
             raise self._too_late(key) from None
@@ -351,9 +353,9 @@ class Runner:
     def _awaited_since(self, key: Key, began_s: float) -> list[Wait]:
         """Returns the message for which ``_take`` waits."""
         _, sender, wanted = self.awaited(key)
-        return [Wait(MESSAGE, "", time.monotonic() - began_s, wanted, (sender,))]
+        return [Wait("message", "", time.monotonic() - began_s, wanted, (sender,))]
 
-    def _listen(self, key: Key, deadline_s: float, parts: Parts) -> None:
+    def _listen(self, key: Key, deadline_s: float, parts: Waits) -> None:
         """Reads the connection to the sender of a message itself, if that is possible."""
         kind, _, source, microbatch = key
         if kind in (FORWARD, BACKWARD):
@@ -402,11 +404,11 @@ class Runner:
     def _run(self, start: Start) -> None:
         """Runs the row once and completes the future of the step."""
         self._step, self._at = start.step, None
-        THREADS.follow()
+        follow_thread_count()
         self._streams.renew()
-        device_streams.wait(self._mark)
+        use_after(self._mark)
         self._mark = None
-        device_streams.use(start.mark, start.inputs, start.targets)
+        use_after(start.mark, start.inputs, start.targets)
         for old in [each for each in self._arrived if each[0] < start.step]:
             del self._arrived[old]
         try:
@@ -540,11 +542,11 @@ class Runner:
         """Sends values to the worker of a stage; never waits."""
         self._send(self._peer_of(stage, microbatch), (kind, stage, source, microbatch), packet)
 
-    def _peer_of(self, stage: int, microbatch: int) -> Peer:
+    def _peer_of(self, stage: int, microbatch: int) -> Any:
         """Returns the worker that runs a stage for a micro-batch."""
         return self._peer_by_seat[stage, microbatch]
 
-    def _send(self, peer: Peer, key: Key, packet: Packet) -> None:
+    def _send(self, peer: Any, key: Key, packet: Packet) -> None:
         if peer.is_self:
             self._keep(self._step, key, packet)
             return

@@ -17,10 +17,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.func import functional_call
 from torch.utils import _pytree
 
-from torchweft.autograd.component import accumulate
-from torchweft.engine.threads import device_streams
-from torchweft.engine.threads.device_streams import Mark
 from torchweft.errors import ConfigurationError
+from torchweft.extending import DeviceMark, accumulate, device_mark, use_after
 from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe, make_packet, pick
 
 Loss = Callable[[Any, Any], Tensor]
@@ -441,11 +439,10 @@ def _run(
     """
     node = fork.outputs[0].node
     found: list[tuple[Tensor | None, ...]] = []
-    marks: list[Mark | None] = []
+    marks: list[DeviceMark | None] = []
 
     def take(after: tuple[Tensor | None, ...], _: Any) -> None:
-        if device_streams.HAS_CUDA:
-            marks.append(device_streams.mark())
+        marks.append(device_mark())
         found.append(after)
         raise _HasRun
 
@@ -460,7 +457,7 @@ def _run(
         )
     except _HasRun:
         for mark in marks:
-            device_streams.use(mark, found)
+            use_after(mark, found)
     finally:
         handle.remove()
     for after in found:

@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchweft.engine.threads import device_streams
-from torchweft.engine.threads.device_streams import Mark
-from torchweft.engine.worker.peers import Peer
+from torchweft.extending import DeviceMark, device_mark, use_after
 from torchweft.pipeline.runner import Assignment, Runner, Start
 from torchweft.pipeline.schedules import Action, Kind
 from torchweft.pipeline.stage import Leaves
@@ -134,7 +132,7 @@ class Entry(NamedTuple):
     exists: bool
     inputs: Mapping[int, Mapping[int, Sequence[Any]]]
     targets: Mapping[int, Any]
-    mark: Mark | None = None
+    mark: DeviceMark | None = None
 
 
 class StreamRunner(Runner):
@@ -156,7 +154,7 @@ class StreamRunner(Runner):
         self._n_updated = 0
         self._update: Action | None = None
 
-    def _peer_of(self, stage: int, microbatch: int) -> Peer:
+    def _peer_of(self, stage: int, microbatch: int) -> Any:
         seats = self.assignment.table.replicas(stage)
         return self._peers[seats[microbatch % len(seats)]]
 
@@ -183,7 +181,7 @@ class StreamRunner(Runner):
         n_workers = len(self.assignment.workers)
         minibatch = 0
         while (entry := self._wait_for(minibatch)).exists:
-            device_streams.use(entry.mark, entry.inputs, entry.targets)
+            use_after(entry.mark, entry.inputs, entry.targets)
             entered = start._replace(inputs=entry.inputs, targets=entry.targets)
             for action in schedule.rows(n_workers, minibatch, 1)[me]:
                 self._act(action, entered)
@@ -263,7 +261,7 @@ class Report(NamedTuple):
 
     minibatch: int
     loss: Tensor
-    mark: Mark | None
+    mark: DeviceMark | None
 
 
 class Reports:
@@ -274,7 +272,7 @@ class Reports:
 
     def put(self, minibatch: int, loss: Tensor) -> None:
         """Takes the loss of a minibatch; never blocks."""
-        mark = device_streams.mark() if device_streams.HAS_CUDA else None
+        mark = device_mark()
         self.events.put(Report(minibatch, loss, mark))
 
 

@@ -420,6 +420,10 @@ class ServedStreams:
         # Without a task, CUDA may have been initialized meanwhile, perhaps by the task.
         (Attached(self) if task is None else task).close()
 
+    def attach(self) -> Attached:
+        """Returns the use of a side stream by this thread, for as long as the thread lives."""
+        return Attached(self)
+
     def carried(self, function: Callable[[], T]) -> Callable[[], T]:
         """Returns a function for another thread, which runs it on side streams, after this one."""
         if not HAS_CUDA:

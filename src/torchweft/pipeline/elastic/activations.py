@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from torchweft.engine.worker.current import current
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
+from torchweft.extending import this_worker
 from torchweft.pipeline.wiring import describe
 from torchweft.rpc import RRef, on
 
@@ -216,7 +216,7 @@ class FrozenFront(nn.Sequential):
         return _joined([self._deepened(store, kept) for kept in found], samples)
 
     def _own_store(self) -> ActivationStore:
-        return self._stores[current().me.id].local_value()
+        return self._stores[this_worker().id].local_value()
 
     def _run(self, value: Any, depth: int) -> Any:
         for layer in self._frozen(depth):
@@ -228,7 +228,7 @@ class FrozenFront(nn.Sequential):
     ) -> Iterator[Kept]:
         """Yields the results that this worker or others have."""
         yield from store.get(samples, 0)
-        me = current().me.id
+        me = this_worker().id
         asked: dict[int, list[int]] = {}
         for sample, home in zip(samples, homes, strict=True):
             if home not in (me, NOWHERE):
