@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,9 +16,10 @@ import torch
 from tests.fuzz.strict.world import World
 from tests.unit.engine.worker.group import group_of
 from torchweft import extending, memory, rpc
+from torchweft.engine.codec import registry
 from torchweft.engine.worker import current as current_agent
 from torchweft.engine.worker.calls import current_call
-from torchweft.errors import NotAllowed, NotInitialized, UnknownWorker
+from torchweft.errors import ConfigurationError, NotAllowed, NotInitialized, UnknownWorker
 
 LIMIT_S = 20.0
 
@@ -134,3 +135,33 @@ def test_pooled_memory_comes_back(alone: None) -> None:
 def test_memory_is_shared_with_oneself_and_with_nobody_unknown(world: World) -> None:
     assert memory.is_shared_with(extending.this_worker().info)
     assert not memory.is_shared_with(world.sender.name)
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+def test_marks_stand_where_they_may() -> None:
+    assert extending.rebuilds_plain(Point) is Point
+    assert registry.rebuilds_plain.has(f"{__name__}:Point")
+    with pytest.raises(ConfigurationError, match="may not be marked"):
+        extending.rebuilds_plain(extending.PerWorker)
+    with pytest.raises(ConfigurationError, match="may not be marked"):
+        registry.remotely_callable(registered)
+
+
+def test_a_thread_works_for_a_call(world: World) -> None:
+    call = SimpleNamespace(peer=world.sender)
+    token: Any = current_call.set(call)  # type: ignore[arg-type]
+    assert extending.served_call() is call
+    current_call.reset(token)
+    assert extending.served_call() is None
+    with extending.working_for(call):
+        assert world.worker.serving[threading.get_ident()] is call
+    assert threading.get_ident() not in world.worker.serving
+
+
+def test_threads_of_a_component_outlive_the_worker() -> None:
+    with extending.working_for(None), extending.waiting(list):
+        assert not extending.is_worker()
