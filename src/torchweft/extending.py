@@ -41,13 +41,12 @@ from torchweft.engine.worker import current as of_process
 from torchweft.engine.worker.agent import Slot
 from torchweft.engine.worker.calls import current_call
 from torchweft.engine.worker.current import current
-from torchweft.engine.worker.current import is_set as is_worker
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.optim.distributed import Failure, run_on_owners
 from torchweft.rpc import serving
-from torchweft.rpc.calls import OrderedFuture, fail, ignore_errors
-from torchweft.rpc.observed import Devices, find_devices, info_of
+from torchweft.rpc.calls import OrderedFuture, ignore_errors
+from torchweft.rpc.observed import Devices, find_devices
 from torchweft.rpc.observed import tell as tell_numbers
 from torchweft.rpc.serving import check_caller, check_types, refuse, serves_another_strictly
 from torchweft.rpc.streams import PORTS, Ports
@@ -73,16 +72,12 @@ __all__ = [
     "check_caller",
     "check_types",
     "device_mark",
-    "fail",
     "find_devices",
     "find_worker",
-    "follow_thread_count",
     "has_memory",
     "ignore_errors",
     "in_context",
-    "info_of",
     "is_open_group",
-    "is_worker",
     "lead_of",
     "log_exception",
     "ports",
@@ -257,13 +252,16 @@ def served_call() -> object:
 
 @contextlib.contextmanager
 def working_for(call: Any) -> Iterator[None]:
-    """Has reports say that this thread, one of the component, works for a call.
+    """Has this thread, one of the component, work for a call within a ``with`` block.
 
-    It is what ``torchweft explain`` needs to find out who waits for whom.
+    Reports say so, which is how ``torchweft explain`` finds out who waits for whom. The thread gets
+    as many threads of PyTorch as the program has set: ``torch.set_num_threads`` is of the thread
+    that calls it.
 
     Args:
         call: As ``served_call`` returned it on the thread that served the call.
     """
+    THREADS.follow()
     agent, thread = of_process.here, get_ident()
     if agent is None:  # The worker has left, and nobody asks for reports.
         yield
@@ -319,14 +317,6 @@ def waiting(waits: Callable[[], Sequence[Wait]]) -> AbstractContextManager[objec
     """
     agent = of_process.here
     return nullcontext() if agent is None else agent.reactor.waiting(waits)
-
-
-def follow_thread_count() -> None:
-    """Gives this thread, one of the component, as many threads of PyTorch as the program has set.
-
-    ``torch.set_num_threads`` is of one thread alone. Call this before each piece of work.
-    """
-    THREADS.follow()
 
 
 # The order of GPU work between threads

@@ -64,7 +64,6 @@ def test_the_workers_of_a_group(world: World) -> None:
 
 
 def test_without_a_worker() -> None:
-    assert not extending.is_worker()
     asks = (extending.this_worker, extending.present_workers, extending.caller, COUNTS.get)
     for each in (*asks, lambda: extending.run_in_background(print)):
         with pytest.raises(NotInitialized):
@@ -163,5 +162,5 @@ def test_a_thread_works_for_a_call(world: World) -> None:
 
 
 def test_threads_of_a_component_outlive_the_worker() -> None:
-    with extending.working_for(None), extending.waiting(list):
-        assert not extending.is_worker()
+    with extending.working_for(None), extending.waiting(list), pytest.raises(NotInitialized):
+        extending.this_worker()

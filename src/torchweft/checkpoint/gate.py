@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from torchweft.checkpoint.parts import owner_of
 from torchweft.errors import CallTimeout, WeftError, WorkerLost
-from torchweft.extending import caller, check_types, ignore_errors, info_of, worker_of
+from torchweft.extending import caller, check_types, ignore_errors, worker_of
 from torchweft.rpc import (
     UNSET_RPC_TIMEOUT,
     RRef,
@@ -97,7 +98,7 @@ class StepGate:
 
     @contextlib.contextmanager
     def _held(self, is_closing: bool, timeout: float) -> Iterator[None]:
-        owner = info_of(self.reference.id.owner)
+        owner = owner_of(self.reference)
         token = secrets.token_hex(8)
         try:
             try:

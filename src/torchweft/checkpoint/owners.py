@@ -24,8 +24,6 @@ from torchweft.extending import (
     OrderedFuture,
     caller,
     check_types,
-    fail,
-    info_of,
     run_on_owners,
     served_streams,
     this_worker,
@@ -292,7 +290,7 @@ def _read_anywhere(
         part = held[writer]
         if part.is_owner():
             return "", (FOUND, read_held(part, wanted))
-        owner = info_of(part.id.owner)
+        owner = parts.owner_of(part)
         return "", (FOUND, _ask(owner, read_held, (part, wanted), timeout_s))
     record = manifest.part_of(writer)
     place = directory, name, (record.file, record.size_bytes, record.sha256), wanted
@@ -355,7 +353,7 @@ def in_background(
         try:
             result = work()
         except BaseException as error:
-            fail(future, error)
+            future.set_exception(error)
         else:
             future.set_result(result)
 

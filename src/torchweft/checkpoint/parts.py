@@ -28,7 +28,7 @@ from torchweft.checkpoint.kinds import (
     is_plain,
 )
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.extending import find_worker, present_workers, this_worker
+from torchweft.extending import find_worker, present_workers, this_worker, worker_of
 from torchweft.ids import WorkerInfo
 from torchweft.memory import DeviceCopies
 from torchweft.nn import RemoteModule
@@ -207,6 +207,18 @@ def _ids(random_of: bool | Iterable[str | int | WorkerInfo]) -> set[int]:
     if random_of is True:
         return {member.id for member in present_workers() if member.lost is None}
     return {find_worker(get_worker_info(each)).id for each in random_of}
+
+
+def owner_of(reference: RRef[Any]) -> WorkerInfo:
+    """Returns the worker that owns a value.
+
+    Raises:
+        WorkerLost: It is lost. Another life of it may have its name and rank by now.
+    """
+    owner = worker_of(reference.id.owner)
+    if owner.lost is not None:
+        raise owner.lost_error()
+    return owner.info
 
 
 # The part of one worker. Nothing from here on calls other workers.

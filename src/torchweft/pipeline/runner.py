@@ -27,7 +27,6 @@ from torchweft.extending import (
     Wait,
     device_mark,
     find_worker,
-    follow_thread_count,
     ports,
     served_streams,
     use_after,
@@ -404,7 +403,6 @@ class Runner:
     def _run(self, start: Start) -> None:
         """Runs the row once and completes the future of the step."""
         self._step, self._at = start.step, None
-        follow_thread_count()
         self._streams.renew()
         use_after(self._mark)
         self._mark = None
