@@ -6,11 +6,12 @@ Each prints a line with what it counted.
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 
 import torchweft
 from torchweft import autograd, rpc
-from torchweft.errors import SerializationError
+from torchweft.errors import CallCancelled, SerializationError
+from torchweft.optim import DistributedOptimizer
 
 RAISED = 150
 CALLS_OF_HANDLER = 400
@@ -85,6 +87,47 @@ def backward() -> None:
         assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
 
 
+def parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(2))
+
+
+def total(reference: rpc.RRef[Tensor]) -> Tensor:
+    return reference.local_value().sum()
+
+
+def step() -> None:
+    if not OPTIMIZERS:
+        made = rpc.remote("worker0", parameter)
+        OPTIMIZERS.append((made, DistributedOptimizer(torch.optim.SGD, [made], lr=0.1)))
+    made, optimizer = OPTIMIZERS[0]
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("worker0", total, args=(made,))])
+        optimizer.step(context_id)
+
+
+OPTIMIZERS: list[Any] = []
+
+
+def numbers() -> Iterator[int]:
+    yield from itertools.count()
+
+
+def stream() -> None:
+    """Values may be lost at an interrupt, and their order is kept."""
+    if not STREAMS:
+        STREAMS.append(rpc.merged([rpc.stream("worker0", numbers, ahead=2)]))
+    try:
+        (one, first), (_, second) = next(STREAMS[0]), next(STREAMS[0])
+    except (CallCancelled, StopIteration):
+        STREAMS.clear()  # An interrupt came while it asked for a value.
+    else:
+        assert first < second
+        assert STREAMS[0].streams == [one]
+
+
+STREAMS: list[Any] = []
+
+
 WORK: dict[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
@@ -96,6 +139,8 @@ WORK: dict[str, Callable[[], None]] = {
         error,
         refusal,
         backward,
+        step,
+        stream,
     )
 }
 

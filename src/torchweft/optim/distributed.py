@@ -25,6 +25,7 @@ from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
 from torchweft.engine.codec.registry import has_callable_methods
 from torchweft.engine.codec.tracebacks import without_own_frames
+from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.engine.worker.current import current
 from torchweft.errors import (
     ArgumentTypeError,
@@ -100,12 +101,16 @@ def run_on_owners(
             else:
                 waits[owner] = rpc_async(to, function, args, timeout=timeout).wait
         except Exception as error:
+            if is_of_handler(error):
+                raise
             failures.append(Failure(owner, error))
     for owner in list(waits):
         try:
             # An error refers to this frame: it must not keep the answers of other owners alive.
             results[owner] = waits.pop(owner)()
         except Exception as error:
+            if is_of_handler(error):
+                raise
             failures.append(Failure(owner, error))
     return results, sorted(failures, key=lambda failure: failure.owner)
 

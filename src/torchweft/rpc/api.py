@@ -24,6 +24,7 @@ from torchweft.engine.codec.registry import has_callable_methods
 from torchweft.engine.codec.tracebacks import shorten, without_own_frames
 from torchweft.engine.protocol.observing import VALUE, Wait, reference_key
 from torchweft.engine.threads import device_streams
+from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.engine.worker import current as of_process
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.peers import Peer
@@ -526,6 +527,8 @@ def _outcome(future: torch.futures.Future[Any]) -> Any:
     try:
         return future.wait()
     except Exception as error:
+        if is_of_handler(error):
+            raise
         return error
 
 
@@ -849,7 +852,9 @@ class RRef(Handle, Generic[T]):
         number = f"{self.id.creator}.{self.id.number}"
         try:
             return f"RRef({number} on {self.owner_name()!r})"
-        except Exception:
+        except Exception as error:
+            if is_of_handler(error):
+                raise
             return f"RRef({number} on worker number {self.id.owner})"
 
 

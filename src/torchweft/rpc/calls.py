@@ -35,6 +35,7 @@ from torchweft.engine.protocol import calls
 from torchweft.engine.protocol.calls import Subject, nest
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark
+from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.engine.threads.reports import first_names
 from torchweft.engine.worker import current as of_process
 from torchweft.engine.worker.agent import Agent
@@ -629,8 +630,10 @@ def is_shown(value: Any, devices: Sequence[int]) -> bool:
     try:
         extract: Any = torch._jit_internal._extract_tensors
         found = extract(value)
-    except Exception:  # It cannot be pickled, or this version of PyTorch does it in another way.
-        return False
+    except Exception as error:
+        if is_of_handler(error):
+            raise
+        return False  # It cannot be pickled, or this version of PyTorch does it in another way.
     return all(is_shown(each, devices) for each in found)
 
 

@@ -34,6 +34,7 @@ from torchweft.engine.codec.registry import remotely_callable
 from torchweft.engine.codec.tracebacks import without_own_frames
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Attached, ServedStreams, arguments_of
+from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.engine.threads.reactor import Parts
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.threads.thread_modes import (
@@ -105,6 +106,9 @@ class Stream(Closing, Generic[T]):
     An iterator, and a context manager that closes it. Dropping it closes it as well.
     """
 
+    _is_asking = False
+    """Whether a value is being asked for, or that was interrupted: nobody knows how far."""
+
     def __init__(
         self, worker: Worker, peer: Peer, number: int, name: str, ahead: int, limit_s: float
     ) -> None:
@@ -127,21 +131,29 @@ class Stream(Closing, Generic[T]):
         """Name of the worker that runs the generator."""
         return self._peer.name
 
-    def tell_next(self, tell: Callable[[], object]) -> None:
-        """Calls ``tell`` from any thread, maybe at once, when ``next`` will not block."""
+    def tell_next(self, news: queue.SimpleQueue[int], number: int) -> None:
+        """Puts a number into a queue, maybe at once, when ``next`` will not block."""
         if self._pulled:
             # Bypasses Weft's class: being told of the end does not count as looking at the error.
-            torch._C.Future.add_done_callback(self._pulled[0], lambda _: tell())
+            # Only C runs in the callback, which ignores its future: torch would drop what a signal
+            # handler raises in Python code there.
+            torch._C.Future.add_done_callback(self._pulled[0], partial(news.put, number))
         else:
-            tell()  # The stream has ended, or its worker is lost.
+            news.put(number)  # The stream has ended, or its worker is lost.
 
     def _pull(self) -> None:
+        self._is_asking = True
         args = (self._number, next(self._places))
-        # The stream may outlive the call within which it was opened, and has the time it takes.
-        with detached(), enter(self._context_id):
-            future = start(self._worker, self._peer, _PULL, args, {}, 0.0, self._subject)
+        try:
+            # The stream may outlive the call within which it was opened, and has the time it takes.
+            with detached(), enter(self._context_id):
+                future = start(self._worker, self._peer, _PULL, args, {}, 0.0, self._subject)
+        except Exception as error:
+            self._is_asking = is_of_handler(error)
+            raise
         ignore_errors(future)
         self._pulled.append(future)
+        self._is_asking = False
 
     def __iter__(self) -> Self:
         return self
@@ -153,10 +165,18 @@ class Stream(Closing, Generic[T]):
             StopIteration: The generator has ended, or the stream was closed.
             CallTimeout: The value did not come in time. The stream goes on: it may come later.
             WorkerLost: The worker of the generator was lost.
+            CallCancelled: A signal handler has raised an error while this stream asked for a value,
+                which ends the stream.
             Exception: The error of the generator, which ends the stream.
         """
         if self._has_ended:
             raise StopIteration
+        if self._is_asking:
+            self.close()
+            raise CallCancelled(
+                f"the stream of {self._name} on worker {self._peer.name!r} has ended: a signal "
+                "handler interrupted it while it asked for a value"
+            )
         if not self._pulled:
             self._pull()  # The worker was lost when the last value was taken: raises.
         future = self._pulled[0]
@@ -174,8 +194,9 @@ class Stream(Closing, Generic[T]):
                 ) from None
         try:
             found = future.wait()
-        except Exception:
-            self.close()
+        except Exception as error:
+            if not is_of_handler(error):  # Else the value may be taken later.
+                self.close()
             raise
         self._pulled.popleft()
         if not found:
@@ -217,8 +238,10 @@ def _give_up(worker: Worker, peer: Peer, number: int, pulled: Iterable[Future[An
     try:
         with detached():
             ignore_errors(start(worker, peer, _END, (number,), {}, 0.0))
-    except Exception:
-        pass  # The worker is lost, or this one has left: the generator ends all the same.
+    except Exception as error:
+        if is_of_handler(error):
+            raise
+        # The worker is lost, or this one has left: the generator ends all the same.
 
 
 def _subject_of(name: str) -> str:
@@ -304,6 +327,8 @@ class Merged(Closing, Generic[T]):
         self._limit_s = None if timeout is None else limit_of(timeout, math.inf)
         self._numbers = shared_count()
         self._open: dict[int, Stream[T]] = {}
+        self._is_taking = False
+        """Whether a value is being taken, or this was interrupted."""
         # The numbers of streams, as a stream that nobody else holds must end with this object.
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -324,7 +349,7 @@ class Merged(Closing, Generic[T]):
             raise ConfigurationError(f"{stream!r} is merged already")
         number = next(self._numbers)
         self._open[number] = stream
-        stream.tell_next(partial(self._arrived.put, number))
+        stream.tell_next(self._arrived, number)
 
     def __iter__(self) -> Self:
         return self
@@ -338,22 +363,39 @@ class Merged(Closing, Generic[T]):
             Exception: The error of a stream, which is left out from then on, unless ``failed``
                 takes it. The others may be iterated over further.
         """
+        if self._is_taking:
+            self._listen_again()
+        self._is_taking = True
         while self._open:
-            number = self._next_number()
+            try:
+                number = self._next_number()
+            except CallTimeout:
+                self._is_taking = False
+                raise
             stream = self._open[number]
             try:
                 value = next(stream)
             except StopIteration:
                 del self._open[number]
             except Exception as error:
+                if is_of_handler(error):
+                    raise
                 del self._open[number]
                 if self._failed is None:
+                    self._is_taking = False
                     raise
                 self._failed(stream, error)
             else:
-                stream.tell_next(partial(self._arrived.put, number))
+                stream.tell_next(self._arrived, number)
+                self._is_taking = False
                 return stream, value
         raise StopIteration
+
+    def _listen_again(self) -> None:
+        """Asks all streams again for news: an interrupt may have lost some, at any step."""
+        self._arrived = queue.SimpleQueue()
+        for number, stream in self._open.items():
+            stream.tell_next(self._arrived, number)
 
     def _next_number(self) -> int:
         limit_s = self._limit_s
