@@ -23,8 +23,8 @@ from tests.fuzz.target import Target
 NAME = "mutational"
 _KNOWN = 0.6
 """Share of inputs that are made from a starting input."""
-_REFUSED = 0.5
-"""Share of lots near a refused input that are not made near the known input before it."""
+_CHANGED = 0.5
+"""Share of lots that are made near the changed input, not near the known input before it."""
 _INNERMOST = 2
 _MADE = 0.5
 """Share of a grammar's inputs that are tried unchanged."""
@@ -41,8 +41,8 @@ def fuzz(target: Target, plan: Plan, last_input: LastInput | None = None) -> Rep
     for data in list(pool):
         seen.add(_behaviour(campaign.try_one(data), data))
 
-    def try_whole(data: bytes) -> bool:
-        """Tries an input, keeps it if it is new, and returns whether it was accepted."""
+    def try_whole(data: bytes) -> None:
+        """Tries an input, and keeps it if it is new."""
         raised = campaign.try_one(data)
         behaviour = _behaviour(raised, data)
         if behaviour not in seen:
@@ -50,7 +50,6 @@ def fuzz(target: Target, plan: Plan, last_input: LastInput | None = None) -> Rep
             pool.append(data)
             if plan.corpus is not None:
                 _save(plan.corpus, data)
-        return raised is None
 
     while not campaign.is_over:
         # Mostly the starting inputs: few inputs that were refused already get further.
@@ -64,10 +63,10 @@ def fuzz(target: Target, plan: Plan, last_input: LastInput | None = None) -> Rep
             made = target.make(chance)
             known, other = made, data
             data = made if chance.random() < _MADE else mutator.mutate(made, data)
-        is_accepted = try_whole(data)
+        try_whole(data)
         if campaign.lot:
-            # Most changes of a refused input are refused where it was.
-            base = data if is_accepted or chance.random() < _REFUSED else known
+            # Most changes of an input that C refuses are refused where it was.
+            base = data if chance.random() < _CHANGED else known
             try_whole(campaign.try_lot(varier.vary(base, other, campaign.lot)))
     return campaign.report(NAME, len(seen))
 

@@ -222,8 +222,17 @@ def _call_seed(values: tuple[object, ...]) -> bytes:
     return encode_call(*head, (), payload, inlined[0] if tensors else b"")
 
 
+_VALUES: tuple[object, ...] = (
+    3,
+    b"some bytes, " * 5,
+    [True, "text", (2.5, None), {"key": [1 << 70, 1j]}],
+    ("text", {1: [2.5, None]}, torch.ones(2), torch.ones(3, 2).t()),
+    [torch.ones(2, 2, dtype=torch.float64), torch.arange(3), torch.empty(0, 3)],
+)
+
+
 def seeds() -> list[bytes]:
-    """Returns two messages for every decoder."""
+    """Returns two messages for every decoder, and more for those that C has, too."""
     handed = HandedReference(ReferenceId(1, 2, 3), 4)
     call = encode_call(1.5, 2, 3, 4, b"module:name", b"", (handed, handed), b"payload")
     by_value = encode_call(1.5, NO_CREATION, 3, 4, b"", b"traceparent:0", (), b"payload")
@@ -239,10 +248,9 @@ def seeds() -> list[bytes]:
         b"\2" + encode_reply(0, 0, (), b""),
         b"\3" + encode_ints(1, -1, 1 << 62),
         b"\3" + encode_ints(),
-        b"\5" + _answer_of(3),
-        b"\5" + _answer_of(("text", {1: [2.5, None]}, torch.ones(2), torch.ones(3, 2).t())),
+        *(b"\5" + _answer_of(value) for value in _VALUES),
         b"\5" + encode_reply(0, 0, (), b"", encode_tensors([torch.ones(3)])[0]),
-        b"\6\0" + _call_seed((1, "text", torch.ones(2))),
+        *(b"\6\0" + _call_seed((1, value)) for value in _VALUES),
         b"\6\4" + _call_seed(with_names((1,), {"more": [2, 3]})),
         b"\4" + encode_ints(1, 0),
         b"\4" + encode_ints(6, 2, 2, 3) + encode_texts(["end of file", ""]),
