@@ -48,8 +48,8 @@ from torchweft.rpc import serving
 from torchweft.rpc.calls import OrderedFuture, ignore_errors
 from torchweft.rpc.observed import Devices, find_devices
 from torchweft.rpc.observed import tell as tell_numbers
+from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.serving import check_caller, check_types, refuse, serves_another_strictly
-from torchweft.rpc.streams import PORTS, Ports
 from torchweft.rpc.worker import WORKER, current_worker
 
 __all__ = [

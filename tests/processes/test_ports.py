@@ -15,7 +15,7 @@ from torchweft import rpc
 from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.launch import Nursery
-from torchweft.rpc.streams import PORTS, Ports
+from torchweft.rpc.ports import PORTS, Ports
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 PORT = 77

@@ -40,8 +40,9 @@ from torchweft.rpc import serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.observed import OBSERVED, Observed, write_report_on_signal
 from torchweft.rpc.options import RpcBackendOptions
+from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.serving import key_of
-from torchweft.rpc.streams import PORTS, SOURCES, Ports, Sources
+from torchweft.rpc.streams import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 
 _log = logging.getLogger("torchweft")

@@ -31,7 +31,7 @@ from torchweft.engine.worker.tensor_messages import LocalMessage, own_copy
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.nn import owner
 from torchweft.rpc import options as options_module
-from torchweft.rpc.streams import Ports
+from torchweft.rpc.ports import Ports
 
 CALL, ANSWER, CALL_OF_CALLEE, ANSWER_OF_CALLER = 1, 4, 2, 3
 """The index of the faked device, by the map that a message followed."""

@@ -23,7 +23,7 @@ from torchweft.rpc.codec import Encoder
 from torchweft.rpc.collective import Gatherings, Key, Limits
 from torchweft.rpc.node import Leaving
 from torchweft.rpc.observed import on_worker_lost
-from torchweft.rpc.streams import Listener
+from torchweft.rpc.ports import Listener
 
 LIMITS = Limits(LIMIT_S, LIMIT_S)
 
