@@ -1,10 +1,10 @@
 /* The usual call: the whole frames of a CALL and of a REPLY, the value in an answer, and serving, from
  * the frame of a call to that of its answer, around the call of a function.
  *
- * Everything else, and whatever is malformed, is left to the plain twins in
- * rpc/{encoding,decoding,worker,serving}.py; the layouts are in engine/wire/frames.py and
- * engine/wire/messages.py. A call is usual to serve if its function is in a dict of the worker, from
- * which Python takes it out where anybody watches calls.
+ * Everything else, and whatever is malformed, is left to the plain twins in engine/codec/objects.py and
+ * rpc/{codec,worker,serving}.py; the layouts are in engine/wire/frames.py and engine/wire/messages.py.
+ * A call is usual to serve if its function is in a dict of the worker, from which Python takes it out
+ * where anybody watches calls.
  */
 #include "link.h"
 

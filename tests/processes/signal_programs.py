@@ -108,6 +108,11 @@ def step() -> None:
 OPTIMIZERS: list[Any] = []
 
 
+def outcomes() -> None:
+    found = rpc.rpc_all(["worker0", "worker0"], echo, (1,), return_exceptions=True)
+    assert found == [1, 1], found
+
+
 def numbers() -> Iterator[int]:
     yield from itertools.count()
 
@@ -140,6 +145,7 @@ WORK: dict[str, Callable[[], None]] = {
         refusal,
         backward,
         step,
+        outcomes,
         stream,
     )
 }

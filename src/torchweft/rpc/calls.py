@@ -710,6 +710,9 @@ class Future(OrderedFuture[T]):
         try:
             result = variables.run(self._worker.result_of, call)
         except BaseException as error:
+            if is_of_handler(error):  # It is of the thread that reads the answer, not of the call.
+                variables.run(self._fail, calls.interrupted(call))
+                raise
             variables.run(self._fail, error)
         else:
             variables.run(self.set_result, result)
