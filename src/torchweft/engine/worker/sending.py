@@ -65,8 +65,9 @@ class Sender:
     """Sends the messages of one worker. Thread-safe.
 
     Each write wakes the receiver, and takes as long as a small call. So small answers are held
-    while more calls wait to run. Held answers are written with the last answer, before a function
-    that takes long, and after ``knobs.REARM_S`` in any case.
+    while more calls wait to run, and so are messages that are not urgent. They are written with
+    the next message to the same peer, before a function that takes long, and after
+    ``knobs.REARM_S`` in any case.
 
     Args:
         reactor: Provides the threads that connect; signals when answers may no longer be held.
@@ -130,6 +131,14 @@ class Sender:
             self.post(peer, Frame(kind, 0, 0, control, ()))
         else:
             self.post(peer, encode_frame(kind, 0, 0, control))
+
+    def post_ints_later(self, peer: Peer, kind: Kind, *values: int) -> None:
+        """Like ``post_ints``, but with the next message to ``peer``, after ``REARM_S`` at most."""
+        if peer.link is None or peer.lost is not None or peer.is_self or self._lifetime.is_closed:
+            self.post_ints(peer, kind, *values)
+            return
+        with contextlib.suppress(WorkerLost, NotInitialized):
+            self._hold(peer, peer.link, encode_frame(kind, 0, 0, encode_ints(*values)))
 
     # First contacts
 
@@ -223,7 +232,7 @@ class Sender:
         self._lose(peer, str(error))
         return self._lifetime.error_of(peer)
 
-    # Small answers
+    # Held messages
 
     def answer(self, peer: Peer, part: Buffer) -> None:
         """Sends an answer (one whole frame) now, or together with later answers.
@@ -232,31 +241,34 @@ class Sender:
             WorkerLost: The peer cannot be reached.
             NotInitialized: This worker has shut down.
         """
-        link, reactor = peer.link, self._reactor
+        link = peer.link
         if link is None:
             self.send(peer, [part])
-            return
+        elif self._reactor.tasks.ready:
+            self._hold(peer, link, [part])
+        else:
+            self.write(peer, [part])
+
+    def _hold(self, peer: Peer, link: Any, parts: list[Buffer]) -> None:
+        reactor = self._reactor
         try:
-            if not reactor.tasks.ready:
-                link.send([part], may_block=True)
-                return
-            count = link.hold([part])
+            count = link.hold(parts)
             reactor.held[link] = peer
             if count >= _MOST_HELD:
                 link.flush()
-            elif count == 1:
-                reactor.on_unarmed()  # The timer thread writes held answers, too.
+            elif count == len(parts):
+                reactor.on_unarmed()  # The timer thread writes held messages, too.
         except LinkClosed as error:
             raise self.failed(peer, error) from error
 
     def write_held(self) -> None:
-        """Writes all held answers; never blocks."""
+        """Writes all held messages; never blocks."""
         held = self._reactor.held
         while held:
             try:
                 link, peer = held.popitem()
             except KeyError:
-                return  # Another thread has taken the last answer.
+                return  # Another thread has taken the last one.
             try:
                 link.flush()
             except LinkClosed as error:
