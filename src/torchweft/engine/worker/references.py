@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -113,6 +113,10 @@ class OwnedValue:
     def wait(self, timeout_s: float) -> bool:
         """Blocks until ready or for ``timeout_s``; returns whether it is ready."""
         return self._ready.wait(timeout_s)
+
+
+_Outcome = tuple[list[OwnedValue], list[tuple[OwnedValue, WeftError]]]
+"""The values that were released, and those that get an error in place of a value."""
 
 
 class ReferenceKeeper:
@@ -295,8 +299,8 @@ class ReferenceKeeper:
 
     def begin_settling(self) -> None:
         """Drops all handles; references that are left once settled are leaks."""
-        self._drain_ended()
         with self._lock:
+            self._count_ended()
             self._machine.drop_all()
         self._settle()
         self.flush()
@@ -336,9 +340,10 @@ class ReferenceKeeper:
 
     def report_held(self) -> list[str]:
         """Returns a line for every value of another worker to which there are handles here."""
-        self._drain_ended()
         with self._lock:
+            self._count_ended()
             leaks = self._machine.leaks()
+        self._settle()
         held = [leak for leak in leaks if leak.handles and leak.reference.owner != self._me]
         return [f"{leak.reference} made at {self._site(leak.reference)}" for leak in held]
 
@@ -428,26 +433,31 @@ class ReferenceKeeper:
             owned.resolve(None, peer.lost_error())
 
     def tick(self, now_s: float) -> float:
-        """Performs due work; a timer job."""
-        # Reset first: a handle dropped concurrently must schedule another tick.
-        self._due_s = math.inf
-        with self._lock:
+        """Performs due work; a timer job, which waits for no lock."""
+        # As in ``_on_message``: the answer may need the other jobs, which arm connections.
+        if not self._lock.acquire(blocking=False):
+            return now_s + self._batch_s
+        try:
+            # Reset first: a handle dropped concurrently must schedule another tick.
+            self._due_s = math.inf
             self._machine.tick(now_s)
-        self._drain_ended()
-        self.flush()
+            self._count_ended()
+            outcome, outgoing = self._take_outcome(), self._take_outgoing()
+        finally:
+            self._lock.release()
+        self._carry_out(outcome)
+        self._send(outgoing)
         return self._due_s
 
-    def _drain_ended(self) -> None:
-        with self._lock:
-            while self._ended:
-                reference = self._ended.popleft()
-                # Of a handle that was made as the main thread was interrupted, nothing is known.
-                with contextlib.suppress(KeyError):
-                    self._machine.handle_dropped(reference)
-                self._handles[reference] -= 1
-                if self._handles[reference] <= 0:
-                    self._forget(reference)
-        self._settle()
+    def _count_ended(self) -> None:
+        while self._ended:
+            reference = self._ended.popleft()
+            # Of a handle that was made as the main thread was interrupted, nothing is known.
+            with contextlib.suppress(KeyError):
+                self._machine.handle_dropped(reference)
+            self._handles[reference] -= 1
+            if self._handles[reference] <= 0:
+                self._forget(reference)
 
     def _forget(self, reference: ReferenceId) -> None:
         """Drops the state that only handles of this worker use."""
@@ -460,16 +470,22 @@ class ReferenceKeeper:
     def _settle(self) -> None:
         """Carries out the actions of the state machine."""
         with self._lock:
-            actions = self._machine.take_actions()
-            released = [value for action in actions if (value := self._act(action)) is not None]
-            has_outgoing = bool(self._outgoing)
-            orphans, self._orphans = self._orphans, []
-        if has_outgoing:
+            outcome = self._take_outcome()
+        self._carry_out(outcome)
+
+    def _take_outcome(self) -> _Outcome:
+        actions = self._machine.take_actions()
+        released = [value for action in actions if (value := self._act(action)) is not None]
+        orphans, self._orphans = self._orphans, []
+        return released, orphans
+
+    def _carry_out(self, outcome: _Outcome) -> None:
+        """Ends values, without the lock: their destruction and their callbacks may run any code."""
+        if self._outgoing:
             self._wake_by()
+        released, orphans = outcome
         for owned, error in orphans:
             owned.resolve(None, error)
-        # Outside the lock: the destruction of a value may run any code.
-        del actions
         released.clear()
 
     def _act(self, action: protocol.Action) -> OwnedValue | None:
@@ -510,9 +526,16 @@ class ReferenceKeeper:
 
     def flush(self) -> None:
         """Sends the messages collected so far."""
-        self.before_flush()
         with self._lock:
-            outgoing, self._outgoing = self._outgoing, defaultdict(list)
+            outgoing = self._take_outgoing()
+        self._send(outgoing)
+
+    def _take_outgoing(self) -> Mapping[int, list[Message]]:
+        outgoing, self._outgoing = self._outgoing, defaultdict(list)
+        return outgoing
+
+    def _send(self, outgoing: Mapping[int, list[Message]]) -> None:
+        self.before_flush()
         for to, messages in outgoing.items():
             try:
                 frame = encode_frame(Kind.REFERENCES, 0, 0, encode(messages))

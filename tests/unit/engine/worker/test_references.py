@@ -201,3 +201,26 @@ def test_settling_drops_what_is_still_held(trio: list[Member]) -> None:
     await_true(lambda: all(member.references.is_settled() for member in trio))
     await_true(lambda: owner.references.counts()["owned"] == 0)
     assert [member.references.report_leaks() for member in trio] == [[], [], []]
+
+
+def test_a_thread_with_the_lock_holds_up_no_other_job_of_the_timers(trio: list[Member]) -> None:
+    """It may be in a signal handler that waits for an answer, on a connection yet to be armed."""
+    keeper, timers = trio[0].references, trio[0].agent.timers
+    ticked, called = threading.Event(), threading.Event()
+
+    def job(_: float) -> float:
+        if ticked.is_set():
+            called.set()
+        return math.inf
+
+    tick = keeper._timer.job
+    keeper._timer.job = lambda now_s: (ticked.set(), tick(now_s))[1]
+    timer = timers.add(job)
+    reference = keeper.own(Value())
+    with keeper._lock:
+        keeper.end_handle(reference)
+        assert ticked.wait(LIMIT_S)
+        timers.ask(timer, 0.0)
+        assert called.wait(LIMIT_S)
+        assert reference in keeper._values
+    await_true(lambda: reference not in keeper._values)
