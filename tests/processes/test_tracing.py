@@ -32,6 +32,9 @@ from torchweft.observe.tracing.session import Trace
 from torchweft.optim import DistributedOptimizer
 from torchweft.rpc.node import current_node
 
+pytestmark = pytest.mark.keeps("threads")
+"""The shared driver may start a thread in any test: the plain twin reads by its own threads."""
+
 LIMIT_S = 50.0
 SERVICE = "torchweft.observe.tracing.recorder."
 
@@ -436,7 +439,7 @@ def trace_with_others(path: str) -> list[bool]:
     return trace_at_once(path, meet_others)
 
 
-@pytest.mark.keeps("threads", "descriptors")
+@pytest.mark.keeps("descriptors")
 def test_of_traces_that_begin_at_once_one_begins(trio: Cluster, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"{number}.json") for number in range(4)]
     meeting = threading.Barrier(4)
@@ -451,7 +454,6 @@ def test_of_traces_that_begin_at_once_one_begins(trio: Cluster, tmp_path: Path) 
             assert sum(began) == 1, found
 
 
-@pytest.mark.keeps("threads")  # The shared driver may start one more while a profile is slow.
 def test_a_trace_may_profile_all_workers(trio: Cluster, tmp_path: Path) -> None:
     with Trace(tmp_path / "trace.json", profiler=True):
         rpc.rpc_sync("worker0", double, args=(torch.ones(8),))
