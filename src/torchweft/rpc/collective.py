@@ -36,7 +36,7 @@ from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallError, CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.rpc.api import rpc_async, rpc_sync
-from torchweft.rpc.calls import Destination, Future, ignore_errors
+from torchweft.rpc.calls import Destination, Future, as_completed, ignore_errors
 from torchweft.rpc.serving import (
     caller,
     check_types,
@@ -386,6 +386,9 @@ def _late(kind: str, limit_s: float, why: str, worker: str = "") -> CallTimeout:
     return CallTimeout(text, worker=worker, call=kind, elapsed_s=limit_s)
 
 
+_SHORTEST_S = 1e-3
+"""In place of no time, which ``as_completed`` takes for no limit."""
+
 GATHERINGS: Slot[Gatherings] = Slot()
 
 
@@ -403,6 +406,9 @@ def barrier(
     All name the same workers, in any order. The same workers may do so repeatedly, and other
     workers at the same time. Does not wait for calls that were started earlier.
 
+    The worker of the lowest id also waits, at most its timeout, until the others know that all have
+    called. So it may end at once, and the others do not take it for one that has not called.
+
     Args:
         workers: The participants, this worker included: names, ranks or ``WorkerInfo``; None for
             the whole group. If workers join and leave meanwhile, name the participants.
@@ -414,7 +420,13 @@ def barrier(
         WorkerLost: A worker was lost before it called.
         ConfigurationError: This worker is not among ``workers``.
     """
-    _gather(None, workers, timeout, "barrier")
+    limit_s = _limit_of(timeout)
+    end_s = time.monotonic() + limit_s
+    outcome = _gather(None, workers, limit_s, "barrier")
+    left_s = max(end_s - time.monotonic(), _SHORTEST_S)
+    with contextlib.suppress(CallTimeout):  # All have come, whether or not they are told.
+        for _ in as_completed(outcome.calls.values(), left_s):
+            pass
 
 
 @without_own_frames
@@ -444,7 +456,7 @@ def all_gather(
         CallError: Another worker's value cannot be serialized; names that worker.
         ConfigurationError: This worker is not among ``workers``.
     """
-    outcome = _gather(value, workers, timeout, "all_gather")
+    outcome = _gather(value, workers, _limit_of(timeout), "all_gather")
     for call in outcome.calls.values():
         call.wait()
     return outcome.values
@@ -455,14 +467,16 @@ def members(agent: Agent, workers: Iterable[Destination] | None) -> list[Peer]:
     return agent.members.present() if workers is None else [agent.find(each) for each in workers]
 
 
+def _limit_of(timeout: float) -> float:
+    """Returns the limit of a gathering in seconds: that of the served call at most."""
+    return min(limit_of(timeout, current().default_timeout_s), remaining_time())
+
+
 def _gather(
-    value: Any, workers: Iterable[Destination] | None, timeout: float, kind: str
+    value: Any, workers: Iterable[Destination] | None, limit_s: float, kind: str
 ) -> Outcome:
-    agent = current()
-    limit_s = limit_of(timeout, agent.default_timeout_s)
-    limit_s = min(limit_s, remaining_time())  # No longer than the served call.
     limits = Limits(0.0 if math.isinf(limit_s) else limit_s, limit_s)
-    return current_gatherings().gather(value, members(agent, workers), kind, limits)
+    return current_gatherings().gather(value, members(current(), workers), kind, limits)
 
 
 # Functions that the workers call on one another.

@@ -75,6 +75,60 @@ def test_a_lost_leader_is_not_waited_for(
         capsys.readouterr()
 
 
+def meet_and_end() -> None:
+    rpc.barrier(WORKERS)
+    os._exit(0)
+
+
+def test_a_leader_that_ends_behind_a_barrier_has_told_the_others(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = options(num_worker_threads=1)
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=busy, check=False):
+        waiting = meet_busy_worker(2.0)
+        ended = rpc.rpc_async("worker0", meet_and_end)
+        assert waiting.wait() is None
+        assert isinstance(raised_by(ended.wait), WorkerLost)
+        capsys.readouterr()
+
+
+def meet_busy_worker(busy_s: float) -> rpc.Future[None]:
+    """Has ``worker1`` come to a barrier, and then be too busy to be told that all have come."""
+    waiting = rpc.rpc_async("worker1", rpc.barrier, args=(WORKERS,))
+    wait_until(lambda: rpc.rpc_sync("worker0", count_gatherings) == 1, lambda: "it did not come")
+    rpc.remote("worker1", time.sleep, args=(busy_s,))
+    wait_until(
+        lambda: any("sleep" in str(each) and each.has_begun for each in calls_of("worker1")),
+        lambda: "it is not busy",
+    )
+    return waiting
+
+
+def calls_of(worker: str) -> tuple[rpc.CallStatus, ...]:
+    return rpc.stacks(worker).calls
+
+
+@pytest.mark.parametrize("timeout", [0.5, 0])
+def test_a_worker_that_is_not_told_does_not_fail_the_leader_of_a_barrier(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str], timeout: float
+) -> None:
+    busy = options(num_worker_threads=1)
+    with torchweft.cluster(
+        workers=2, nursery=nursery, rpc_backend_options=busy, check=False
+    ) as group:
+        waiting = meet_busy_worker(60.0)
+        leading = rpc.rpc_async("worker0", rpc.barrier, args=(WORKERS, timeout))
+        wait_until(
+            lambda: rpc.rpc_sync("worker0", count_gatherings) == 0, lambda: "it did not come"
+        )
+        if timeout:
+            assert leading.wait() is None
+        os.kill(group.pids["worker1"], signal.SIGKILL)
+        assert leading.wait() is None
+        assert isinstance(raised_by(waiting.wait), WorkerLost)
+        capsys.readouterr()
+
+
 def test_leaving_at_once_fails_who_waits(
     nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
