@@ -19,7 +19,6 @@ from torchweft.engine.protocol.calls import (
     AnsweredCall,
     CallClient,
     CallServer,
-    CancelNested,
     Complete,
     KeptCall,
     OpenCall,
@@ -554,8 +553,8 @@ class Worker:
 
     # Actions of the server
 
-    def _act_on_cancelled(self, actions: list[CancelNested]) -> None:
-        if actions:
+    def _act_on_cancelled(self, is_due: bool) -> None:
+        if is_due:
             self.soon(self._cancel_nested)
 
     def _cancel_nested(self) -> None:

@@ -54,7 +54,7 @@ class CounterWorker:
         """Asks ``peer`` to raise the counter that it has for this worker."""
         number = self.calls.add(Call(peer))
         self.world.asked[self.id, peer] += 1
-        if not self._send(peer, CALL, number, size) and self.calls.take(number):
+        if not self._send(peer, CALL, number, size) and self.calls.pop(number, None):
             self.failed += 1
 
     def _send(self, peer: int, kind: int, number: int, size: int) -> bool:
@@ -83,7 +83,7 @@ class CounterWorker:
             world.counted[peer, self.id] += 1
             self._send(peer, REPLY, number, world.draw_size())
         else:
-            call = self.calls.take(number)
+            call = self.calls.pop(number, None)
             assert call is not None, f"call {number} of {self.id} is answered again"
             world.answered[self.id, peer] += 1
 

@@ -212,7 +212,7 @@ class Member:
             self.group.references.hand_on(self.id, reference, caller)
 
     def _on_reply(self, peer: int, reply: Reply) -> None:
-        entry = self.calls.take(reply.number)
+        entry = self.calls.pop(reply.number, None)
         for item in reply.items:
             if entry is None:
                 self.group.references.refuse(self.id, item)

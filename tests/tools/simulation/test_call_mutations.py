@@ -15,7 +15,6 @@ from torchweft.engine.protocol.calls import (
     Action,
     CallClient,
     CallServer,
-    CancelNested,
     KeptCall,
     ServedCall,
     TellCancelled,
@@ -245,30 +244,30 @@ class StaysUnfinished(Served):
 class ServesTheLost(CallServer):
     """Does not cancel the calls of a lost worker."""
 
-    def caller_lost(self, caller: Any) -> list[CancelNested]:
-        return []
+    def caller_lost(self, caller: Any) -> bool:
+        return False
 
 
 class MakesValuesForTheLost(CallServer):
     """Does not cancel the creations of a lost worker."""
 
-    def creations_lost(self, making: Any, caller: Any) -> list[CancelNested]:
-        return []
+    def creations_lost(self, making: Any, caller: Any) -> bool:
+        return False
 
 
 class TakesValuesFromOthers(CallServer):
     """Cancels creations whose values other workers refer to."""
 
-    def creations_lost(self, making: Any, caller: Any) -> list[CancelNested]:
+    def creations_lost(self, making: Any, caller: Any) -> bool:
         return self.cancel(call for call in making if call.peer is caller)
 
 
 class ForgetsWhatIsNested(CallServer):
     """Cancels calls, but not their nested calls."""
 
-    def cancel(self, calls: Iterable[ServedCall]) -> list[CancelNested]:
+    def cancel(self, calls: Iterable[ServedCall]) -> bool:
         super().cancel(calls)
-        return []
+        return False
 
 
 def nest_without_limit(parent: Any, name: str, what: Any, limit_s: float, now_s: float) -> Any:

@@ -293,41 +293,38 @@ class AnsweredCall(ServedCall, ABC):
         return self.peer.lost is not None and not self.is_referred_to()
 
 
-class CancelNested(NamedTuple):
-    """An action: soon, end the calls nested in those of ``take_cancelled_parents``.
-
-    Deferred, so that one scan of all open calls serves several cancelled parents.
-    """
-
-
 class CallServer:
-    """Cancels the calls that one worker serves. All methods are rare events."""
+    """Cancels the calls that one worker serves. All methods are rare events.
+
+    A method that returns True asks for the end of the calls nested in ``take_cancelled_parents``,
+    soon: so one scan of all open calls serves several cancelled parents.
+    """
 
     def __init__(self) -> None:
         self._cancelled_parents: deque[ServedCall] = deque()
 
-    def cancel_received(self, caller: Caller, numbers: Iterable[int]) -> list[CancelNested]:
+    def cancel_received(self, caller: Caller, numbers: Iterable[int]) -> bool:
         """Cancels calls of a caller by their numbers; unknown numbers have ended."""
         found = map(caller.served.get, numbers)
         return self.cancel([call for call in found if call is not None])
 
-    def caller_lost(self, caller: Caller) -> list[CancelNested]:
+    def caller_lost(self, caller: Caller) -> bool:
         """Cancels all calls of a lost caller."""
         return self.cancel(list(caller.served.copy().values()))
 
-    def creations_lost(self, making: Iterable[AnsweredCall], caller: Caller) -> list[CancelNested]:
+    def creations_lost(self, making: Iterable[AnsweredCall], caller: Caller) -> bool:
         """Cancels a lost caller's calls in ``making`` to whose values no reference is held."""
         return self.cancel(
             [call for call in making if call.peer is caller and call.is_unwanted(0.0)]
         )
 
-    def cancel(self, calls: Iterable[ServedCall]) -> list[CancelNested]:
+    def cancel(self, calls: Iterable[ServedCall]) -> bool:
         """Cancels calls now, and the calls nested in them soon."""
         for call in calls:
             call.cancel()
             if call.has_nested:
                 self._cancelled_parents.append(call)
-        return [CancelNested()] if self._cancelled_parents else []
+        return bool(self._cancelled_parents)
 
     def take_cancelled_parents(self) -> set[ServedCall]:
         """Returns the calls cancelled since the last time whose nested calls have to end."""
@@ -569,16 +566,15 @@ Action = Complete[Call] | TellCancelled
 class CallClient(Generic[Call]):
     """The open calls that one worker has made, by number. Thread-safe by atomic steps.
 
-    Numbers are never used twice. Hot path: ``add``, ``take``, ``pop``, ``answered``.
+    Numbers are never used twice. Hot path: ``add``, ``pop``, ``answered``.
     """
 
     def __init__(self) -> None:
         self.entries: dict[int, Call] = {}
         """The open calls by their numbers."""
         self.pop: Callable[[int, None], Call | None] = self.entries.pop
-        """Does as ``take``, in one atomic step (a single C function)."""
-        self.find: Callable[[int], Call | None] = self.entries.get
-        """Returns a call, and leaves it in the table."""
+        """Removes and returns a call, in one atomic step (a single C function); None if it was
+        taken before or never existed."""
         self._numbers = shared_count(1)
         self.total = 0
         """Roughly how many calls were made; changes with each call."""
@@ -595,17 +591,9 @@ class CallClient(Generic[Call]):
         self.total = number
         return number
 
-    def take(self, number: int) -> Call | None:
-        """Removes and returns a call; None if it was taken before or never existed."""
-        return self.entries.pop(number, None)
-
     def all(self) -> list[Call]:
         """Returns the open calls."""
         return list(self.entries.copy().values())
-
-    def has(self, number: int) -> bool:
-        """Whether a call waits under ``number``."""
-        return number in self.entries
 
     def take_expired(self, now_s: float) -> tuple[list[Call], float]:
         """Removes the calls whose deadline has passed.
@@ -618,14 +606,14 @@ class CallClient(Generic[Call]):
         for number, call in self.entries.copy().items():
             if call.deadline_s > now_s:
                 earliest_s = min(earliest_s, call.deadline_s)
-            elif self.take(number) is not None:
+            elif self.pop(number, None) is not None:
                 expired.append(call)
         return expired, earliest_s
 
     def take_where(self, is_meant: Callable[[Call], bool]) -> list[Call]:
         """Removes and returns the calls that satisfy ``is_meant``; scans the whole table."""
         numbers = [number for number, call in self.entries.copy().items() if is_meant(call)]
-        taken = [self.take(number) for number in numbers]
+        taken = [self.pop(number, None) for number in numbers]
         return [call for call in taken if call is not None]
 
     def answered(self, worker: int, frame: Frame) -> Call | None:
@@ -641,7 +629,7 @@ class CallClient(Generic[Call]):
         Raises:
             ProtocolError: The call was made to another worker.
         """
-        call = self.find(frame.id)
+        call = self.entries.get(frame.id)
         if call is None:
             return None
         if call.worker != worker:
@@ -684,7 +672,7 @@ class CallClient(Generic[Call]):
             Whether the call was open.
         """
         self._unsent.pop(call.number, None)
-        return self.take(call.number) is not None
+        return self.pop(call.number, None) is not None
 
     def opened(
         self, call: Call, *, was_sent: bool, loss: Callable[[], BaseException] | None = None
@@ -717,7 +705,8 @@ class CallClient(Generic[Call]):
     def expire(self, now_s: float) -> tuple[list[Action[Call]], float]:
         """Ends the calls whose time is up; also returns the earliest remaining deadline."""
         expired, earliest_s = self.take_expired(now_s)
-        return self._time_out(expired, now_s), earliest_s
+        actions = self._end(expired, lambda call, was_sent: timed_out(call, now_s, was_sent))
+        return actions, earliest_s
 
     def cancelled(self, call: Call, error: BaseException) -> list[Action[Call]]:
         """Ends a given-up call with ``error``; returns no actions if it has ended."""
@@ -744,10 +733,7 @@ class CallClient(Generic[Call]):
         return calls
 
     def _taken(self, call: Call) -> list[Call]:
-        return [call] if self.take(call.number) is not None else []
-
-    def _time_out(self, calls: list[Call], now_s: float) -> list[Action[Call]]:
-        return self._end(calls, lambda call, was_sent: timed_out(call, now_s, was_sent))
+        return [call] if self.pop(call.number, None) is not None else []
 
     def _end(
         self,
@@ -861,7 +847,7 @@ class KeptCall(Unsent, Generic[Call]):
 
     def is_wanted(self) -> bool:
         """Whether the call is open."""
-        return self._client.has(self._call.number)
+        return self._call.number in self._client.entries
 
     def drop(self, error: Exception | None) -> None:
         """Takes the request back, and ends the call with ``error``; None if it has ended."""

@@ -473,7 +473,8 @@ class Agent:
         self.timers.close()
         gone = NotInitialized(f"worker {self.info.name!r} shut down before the answer came")
         self.calls.fail_all(gone)
-        self.cancelling.worker_ends(list(self.peers.values()))
+        for peer in list(self.peers.values()):
+            self.cancelling.peer_lost(peer)
         self._acceptor.close()
         self._connector.close()
         stuck = self.reactor.close(max(end_s - monotonic(), _LEAST_CLOSE_S))

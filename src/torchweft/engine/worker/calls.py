@@ -25,7 +25,6 @@ from torchweft.engine.protocol.calls import (
     AnsweredCall,
     CallClient,
     CallServer,
-    CancelNested,
     Complete,
     KeptCall,
     Named,
@@ -528,22 +527,17 @@ class Cancelling:
 
         The owner of the values must have been told of the loss.
         """
-        self._act(self._server.creations_lost(making.copy(), peer))
+        self._cancel_soon(self._server.creations_lost(making.copy(), peer))
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
-        self._act(self._server.cancel_received(peer, decode_ints(frame.control)))
+        self._cancel_soon(self._server.cancel_received(peer, decode_ints(frame.control)))
 
     def peer_lost(self, peer: Peer) -> None:
-        """Cancels the calls of a lost worker."""
-        self._act(self._server.caller_lost(peer))
+        """Cancels the calls of a worker that gets no result any more."""
+        self._cancel_soon(self._server.caller_lost(peer))
 
-    def worker_ends(self, callers: Sequence[Peer]) -> None:
-        """Cancels the calls of all callers: none of them gets a result any more."""
-        for peer in callers:
-            self._act(self._server.caller_lost(peer))
-
-    def _act(self, actions: list[CancelNested]) -> None:
-        if actions:
+    def _cancel_soon(self, is_due: bool) -> None:
+        if is_due:
             self._reactor.submit(self._cancel_nested)
 
     def _cancel_nested(self, _: object, __: object) -> None:

@@ -66,7 +66,7 @@ def test_a_call_whose_time_is_up_ends_and_its_callee_is_told(client: CallClient[
     assert isinstance(late.error, CallTimeout)
     assert next_s == 9.0
     assert client.answered(late.worker, answer(late.number)) is None
-    assert client.has(later.number)
+    assert later.number in client.entries
 
 
 def test_a_cancelled_call_ends_with_the_given_error(client: CallClient[Asked]) -> None:
@@ -257,7 +257,7 @@ def test_a_loss_that_came_before_the_call_is_raised_once(
     with pytest.raises(WorkerLost) as caught:
         client.opened(call, was_sent=make is sent, loss=lambda: error)
     assert caught.value is error
-    assert not client.has(call.number)
+    assert call.number not in client.entries
     assert not has_outcome(call)
 
 

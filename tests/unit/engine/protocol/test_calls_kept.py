@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from tests.unit.engine.protocol.entries import Asked
-from torchweft.engine.protocol.calls import CallClient, Complete, KeptCall, TellCancelled
+from torchweft.engine.protocol.calls import (
+    CallClient,
+    Complete,
+    KeptCall,
+    TellCancelled,
+    timed_out,
+)
 from torchweft.engine.wire.frames import Buffer
 from torchweft.errors import CallCancelled, WorkerLost
 
@@ -69,10 +75,11 @@ def test_a_call_that_ends_just_before_it_is_sent_is_not_sent(kept: Kept) -> None
 
 def test_a_thread_that_drops_a_call_leaves_its_end_to_the_thread_that_ends_it(kept: Kept) -> None:
     """Race: the entry is out of the table, and the thread that took it has not gone on."""
-    taken = kept.client._taken(kept.call)
+    taken, _ = kept.client.take_expired(5.0)
     assert not kept.unsent.is_wanted()
     kept.unsent.drop(None)
-    assert kept.client._time_out(taken, 5.0) == [Complete(kept.call)], "it was never sent"
+    actions = kept.client._end(taken, lambda call, was_sent: timed_out(call, 5.0, was_sent))
+    assert actions == [Complete(kept.call)], "it was never sent"
     assert "it was not sent" in str(kept.call.error)
 
 

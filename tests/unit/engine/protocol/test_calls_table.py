@@ -19,8 +19,8 @@ def test_an_entry_leaves_once() -> None:
     entry = Entry()
     number = table.add(entry)
     assert len(table) == 1
-    assert table.take(number) is entry
-    assert table.take(number) is None
+    assert table.pop(number, None) is entry
+    assert table.pop(number, None) is None
     assert len(table) == 0
 
 
@@ -29,7 +29,7 @@ def test_numbers_are_never_used_twice() -> None:
     numbers = []
     for _ in range(10):
         numbers.append(table.add(Entry()))
-        table.take(numbers[-1])
+        table.pop(numbers[-1], None)
     assert len(set(numbers)) == 10
     assert table.total == max(numbers)
 
@@ -41,7 +41,7 @@ def test_entries_are_taken_by_what_they_are() -> None:
     number = table.add(other)
     assert table.take_where(lambda entry: entry is one) == [one]
     assert table.take_where(lambda entry: entry is one) == []
-    assert table.take(number) is other
+    assert table.pop(number, None) is other
 
 
 def test_what_is_due_expires_and_the_rest_tells_when() -> None:
@@ -86,7 +86,7 @@ def test_everybody_takes_at_once_and_nothing_is_taken_twice_or_left() -> None:
     def answer() -> None:
         start.wait()
         for number in range(1, 3001):
-            entry = table.take(number)
+            entry = table.pop(number, None)
             if entry is not None:
                 taken.append(entry)
 
