@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.thread_limits import no_new_threads
-from torchweft.autograd.contexts import current_id
 from torchweft.errors import CallRefused
 from torchweft.rpc.worker import CoroutineRunner
 
@@ -51,11 +50,6 @@ def outcomes() -> Outcomes:
     return Outcomes()
 
 
-def test_a_runner_that_is_never_used_has_no_thread() -> None:
-    CoroutineRunner("unused").close(LIMIT_S)
-    assert all(thread.name != "unused" for thread in threading.enumerate())
-
-
 def test_a_runner_that_gets_no_thread_tries_again_later(
     runner: CoroutineRunner, outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,72 +63,6 @@ def test_a_runner_that_gets_no_thread_tries_again_later(
         runner.run(function(), 0, outcomes)
     runner.run(function(), 0, outcomes)
     assert outcomes.next() == Outcome(1, None)
-
-
-def test_a_coroutine_gives_its_result(runner: CoroutineRunner, outcomes: Outcomes) -> None:
-    async def function() -> str:
-        await asyncio.sleep(0)
-        return threading.current_thread().name
-
-    runner.run(function(), 0, outcomes)
-    assert outcomes.next() == Outcome("test-asyncio", None)
-
-
-@pytest.mark.parametrize("error_type", [ValueError, SystemExit, KeyboardInterrupt])
-def test_a_coroutine_gives_its_error(
-    runner: CoroutineRunner, outcomes: Outcomes, error_type: type[BaseException]
-) -> None:
-    async def function() -> None:
-        raise error_type("wrong")
-
-    runner.run(function(), 0, outcomes)
-    assert isinstance(outcomes.next().error, error_type)
-
-    async def another() -> int:
-        return 1
-
-    runner.run(another(), 0, outcomes)
-    assert outcomes.next() == Outcome(1, None)
-
-
-def test_coroutines_wait_side_by_side(runner: CoroutineRunner, outcomes: Outcomes) -> None:
-    gates: list[asyncio.Event] = []
-
-    async def waits() -> str:
-        gates.append(asyncio.Event())
-        await gates[-1].wait()
-        return "waited"
-
-    async def opens() -> str:
-        for gate in gates:
-            gate.set()
-        return "opened"
-
-    for _ in range(3):
-        runner.run(waits(), 0, outcomes)
-    runner.run(opens(), 0, outcomes)
-    assert sorted(outcomes.next().result for _ in range(4)) == ["opened"] + ["waited"] * 3
-
-
-def test_each_step_records_into_its_own_context(
-    runner: CoroutineRunner, outcomes: Outcomes
-) -> None:
-    async def function() -> set[int]:
-        seen = {current_id()}
-        for _ in range(5):
-            await asyncio.sleep(0)
-            seen.add(current_id())
-        try:
-            await asyncio.wait_for(asyncio.get_running_loop().create_future(), 0.001)
-        except asyncio.TimeoutError:
-            seen.add(current_id())
-        return seen
-
-    for context_id in (11, 0, 12):
-        runner.run(function(), context_id, outcomes)
-    results = [outcomes.next().result for _ in range(3)]
-    assert sorted(results, key=min) == [{0}, {11}, {12}]
-    assert current_id() == 0
 
 
 def test_closing_cancels_what_still_runs(outcomes: Outcomes) -> None:
@@ -179,23 +107,6 @@ def test_a_coroutine_that_blocks_the_thread_does_not_block_the_end(
     assert "blocks thread 'test-asyncio'" in caplog.text
     may_end.set()
     assert outcomes.next() == Outcome(None, None)
-
-
-def test_a_coroutine_is_cancelled_where_it_waits(
-    runner: CoroutineRunner, outcomes: Outcomes
-) -> None:
-    has_begun = threading.Event()
-
-    async def function() -> None:
-        has_begun.set()
-        await asyncio.get_running_loop().create_future()
-
-    cancel = runner.run(function(), 0, outcomes)
-    assert has_begun.wait(LIMIT_S)
-    cancel()
-    cancel()
-    assert isinstance(outcomes.next().error, asyncio.CancelledError)
-    assert outcomes.is_empty
 
 
 def test_a_coroutine_that_is_cancelled_before_it_begins_never_does(
