@@ -161,8 +161,17 @@ class Gatherings:
         kind: str,
         limits: Limits,
         tell_all: Callable[[Any, dict[str, Any]], None] | None = None,
+        tell_s: float | None = None,
     ) -> Outcome:
         """Brings ``value`` and waits until all ``workers``, including this one, have brought one.
+
+        Args:
+            value: The value of this worker.
+            workers: All that take part.
+            kind: The name of the operation.
+            limits: The limits in seconds.
+            tell_all: Called on the others by the leader, by default ``tell``.
+            tell_s: The limit of each of these calls, 0 for none; by default that of each call.
 
         Raises as ``all_gather``.
         """
@@ -182,7 +191,8 @@ class Gatherings:
             key = Key(ids, kind, number)
             gathering = self._found(key, missing=ids if leader.is_self else ())
         if leader.is_self:
-            return self._lead(key, value, limits, tell_all or tell)
+            tell_s = limits.call_s if tell_s is None else tell_s
+            return self._lead(key, value, limits, tell_all or tell, tell_s)
         try:
             self._bring(key, value, leader, limits)
             # Race: the loss may have been reported before this gathering was registered.
@@ -265,7 +275,9 @@ class Gatherings:
 
     # The leader
 
-    def _lead(self, key: Key, value: Any, limits: Limits, tell_all: Callable[..., None]) -> Outcome:
+    def _lead(
+        self, key: Key, value: Any, limits: Limits, tell_all: Callable[..., None], tell_s: float
+    ) -> Outcome:
         """Brings this worker's value, waits for the others, then sends the values to them."""
         gathering = self.brought(key, self._agent.me, value)
         if not self._wait(key, gathering, limits):
@@ -277,7 +289,7 @@ class Gatherings:
         for peer in filter(None, map(self._agent.peers.get, key.workers[1:])):
             try:
                 with detached():  # Sent even if the caller of the served call has given up.
-                    call = rpc_async(peer.info, tell_all, (key, values), None, limits.call_s)
+                    call = rpc_async(peer.info, tell_all, (key, values), None, tell_s)
             except Exception as error:
                 problem = problem or error
                 self._tell_failure(key, peer, failure(error, key.kind, self._agent.me.name))
@@ -422,9 +434,10 @@ def barrier(
     """
     limit_s = _limit_of(timeout)
     end_s = time.monotonic() + limit_s
-    outcome = _gather(None, workers, limit_s, "barrier")
+    # All have come: who is slow to be told is told later, and does not fail this worker.
+    outcome = _gather(None, workers, limit_s, "barrier", tell_s=0.0)
     left_s = max(end_s - time.monotonic(), _SHORTEST_S)
-    with contextlib.suppress(CallTimeout):  # All have come, whether or not they are told.
+    with contextlib.suppress(CallTimeout):
         for _ in as_completed(outcome.calls.values(), left_s):
             pass
 
@@ -473,10 +486,15 @@ def _limit_of(timeout: float) -> float:
 
 
 def _gather(
-    value: Any, workers: Iterable[Destination] | None, limit_s: float, kind: str
+    value: Any,
+    workers: Iterable[Destination] | None,
+    limit_s: float,
+    kind: str,
+    tell_s: float | None = None,
 ) -> Outcome:
     limits = Limits(0.0 if math.isinf(limit_s) else limit_s, limit_s)
-    return current_gatherings().gather(value, members(current(), workers), kind, limits)
+    peers = members(current(), workers)
+    return current_gatherings().gather(value, peers, kind, limits, tell_s=tell_s)
 
 
 # Functions that the workers call on one another.
