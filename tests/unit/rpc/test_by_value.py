@@ -1,11 +1,9 @@
-"""Functions by value in calls between two workers: code is loaded once, and nothing is stale."""
+"""Functions by value in calls between two workers: nothing is stale."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import marshal
 import random
 import sys
 import threading
@@ -21,8 +19,6 @@ from torch.futures import Future as PlainFuture
 from tests.unit.engine.worker.group import wait_until
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from torchweft import knobs
-from torchweft.engine.codec import by_value
-from torchweft.engine.codec.by_value import Code
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.errors import CallCancelled, QueueFull, SerializationError
 from torchweft.rpc import calls, observed
@@ -44,31 +40,6 @@ def local() -> Iterator[Pair]:
         yield made
 
 
-@pytest.fixture
-def small(local: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    """A pair whose callee keeps four codes."""
-    monkeypatch.setattr(by_value, "_received", functools.lru_cache(4)(Code))
-    return local
-
-
-@contextlib.contextmanager
-def loads_counted() -> Iterator[list[int]]:
-    """Counts the codes that are loaded, at the callee."""
-    loaded: list[int] = []
-    load = marshal.loads
-
-    def noted(content: bytes) -> Any:
-        loaded.append(len(content))
-        return load(content)
-
-    by_value._received.cache_clear()
-    with pytest.MonkeyPatch.context() as context:
-        dumps = marshal.dumps
-        module = types.SimpleNamespace(loads=noted, dumps=dumps, version=marshal.version)
-        context.setattr(by_value, "marshal", module)
-        yield loaded
-
-
 def made(value: Any) -> Any:
     """Returns a function with code of its own."""
     namespace: dict[str, Any] = {"__name__": "made"}
@@ -78,26 +49,6 @@ def made(value: Any) -> Any:
 
 def apply(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
-
-
-# Loaded once
-
-
-def test_the_code_of_a_function_is_loaded_once(pair: Pair) -> None:
-    with loads_counted() as loads:
-        for number in range(20):
-            assert pair.sync(lambda x: x + 1, number) == number + 1
-        assert len(loads) == 1
-        for number in range(20):
-            assert pair.sync(apply, made("argument"), number) == (number, "argument")
-    assert len(loads) == 2
-
-
-def test_equal_functions_of_other_code_objects_share_their_code(local: Pair) -> None:
-    with loads_counted() as loads:
-        for _ in range(10):
-            assert local.sync(made("same"), 1) == (1, "same")
-    assert len(loads) == 1
 
 
 @pytest.mark.parametrize("way", ["sync", "start", "create"])
@@ -112,15 +63,13 @@ def test_functions_anywhere_in_a_call_in_every_way(local: Pair, way: str, kind: 
         "nested": (lambda functions: functions["a"][0](1), {"a": [function]}),
         "both": (lambda inner, x: inner(x), function, 1),
     }[kind]
-    with loads_counted() as codes:
-        for _ in range(3):
-            if way == "sync":
-                assert local.sync(*args) == 4
-            elif way == "start":
-                assert local.start(*args).wait() == 4
-            else:
-                assert local.fetch(local.create(*args)) == 4
-    assert len(codes) == (2 if kind in ("nested", "both") else 1)
+    for _ in range(3):
+        if way == "sync":
+            assert local.sync(*args) == 4
+        elif way == "start":
+            assert local.start(*args).wait() == 4
+        else:
+            assert local.fetch(local.create(*args)) == 4
 
 
 def test_keyword_arguments(local: Pair) -> None:
@@ -134,10 +83,7 @@ def test_keyword_arguments(local: Pair) -> None:
 
 
 def test_functions_in_results_travel_whole(local: Pair) -> None:
-    with loads_counted() as codes:
-        result = local.sync(lambda: lambda x: x * scale)
-    assert result(2) == 20
-    assert len(codes) == 2
+    assert local.sync(lambda: lambda x: x * scale)(2) == 20
 
 
 def test_calls_to_oneself(local: Pair) -> None:
@@ -160,15 +106,13 @@ def test_what_changes_between_calls_is_seen(local: Pair, monkeypatch: pytest.Mon
     def plain(more: int = 0) -> Any:
         return number, seen, scale, more
 
-    with loads_counted() as codes:
-        for value in range(2, 6):
-            function.mark = value  # type: ignore[attr-defined]
-            plain.__defaults__ = (value,)
-            assert local.sync(function) == local.sync(plain) == (number, seen, scale, value)
-            number = value
-            seen.append(value)
-            monkeypatch.setitem(globals(), "scale", value)
-    assert len(codes) == 2
+    for value in range(2, 6):
+        function.mark = value  # type: ignore[attr-defined]
+        plain.__defaults__ = (value,)
+        assert local.sync(function) == local.sync(plain) == (number, seen, scale, value)
+        number = value
+        seen.append(value)
+        monkeypatch.setitem(globals(), "scale", value)
 
 
 def test_a_call_does_not_see_what_another_one_has_changed(local: Pair) -> None:
@@ -258,11 +202,9 @@ def test_classes_and_their_objects(local: Pair) -> None:
         def double(self) -> int:
             return self.value * 2
 
-    with loads_counted() as codes:
-        for value in range(3):
-            assert local.sync(Local(value).double) == value * 2
-            assert local.sync(lambda each: each.double(), Local(value)) == value * 2
-    assert len(codes) == 3
+    for value in range(3):
+        assert local.sync(Local(value).double) == value * 2
+        assert local.sync(lambda each: each.double(), Local(value)) == value * 2
 
 
 # Errors
@@ -296,10 +238,10 @@ def test_a_module_that_the_callee_lacks_is_its_answer(
     assert local.sync(function) == "only_there"
 
 
-# Many threads, evictions, losses
+# Many threads, losses
 
 
-def test_many_threads_with_more_functions_than_are_kept(small: Pair) -> None:
+def test_many_threads(local: Pair) -> None:
     functions = [made(number) for number in range(12)]
     failures: list[object] = []
 
@@ -307,24 +249,23 @@ def test_many_threads_with_more_functions_than_are_kept(small: Pair) -> None:
         chosen = random.Random(seed)
         for _ in range(60):
             number, x = chosen.randrange(12), chosen.randrange(100)
-            way = chosen.choice((small.sync, lambda *args: small.start(*args).wait()))
+            way = chosen.choice((local.sync, lambda *args: local.start(*args).wait()))
             result = way(functions[number], x)
-            other = small.sync(apply, functions[number], x)
+            other = local.sync(apply, functions[number], x)
             if not result == other == (x, number):
                 failures.append((result, other, x, number))
 
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(work, range(6)))
     assert not failures
-    assert by_value._received.cache_info().currsize <= 4
 
 
-def test_many_functions_that_wait(small: Pair) -> None:
+def test_many_functions_that_wait(local: Pair) -> None:
     gate = threading.Event()
     _seen[:] = [gate]
-    held = [small.start(_wait_for_gate) for _ in range(4)]  # All threads of the callee.
-    waiting = [small.start(made(number), number) for number in range(30)]
-    wait_until(lambda: len(small.callee.agent.reactor.tasks) >= 30)
+    held = [local.start(_wait_for_gate) for _ in range(4)]  # All threads of the callee.
+    waiting = [local.start(made(number), number) for number in range(30)]
+    wait_until(lambda: len(local.callee.agent.reactor.tasks) >= 30)
     gate.set()
     assert [future.wait() for future in waiting] == [(number, number) for number in range(30)]
     for future in held:
@@ -333,15 +274,6 @@ def test_many_functions_that_wait(small: Pair) -> None:
 
 def _wait_for_gate() -> None:
     assert _seen[0].wait(LIMIT_S)
-
-
-def test_code_that_is_too_large_is_not_kept(local: Pair) -> None:
-    large = made("x" * by_value._KEPT_BYTES)
-    with loads_counted() as loads:
-        for _ in range(2):
-            assert local.sync(large, 1)[0] == 1
-            assert local.sync(apply, large, 1)[0] == 1
-    assert len(loads) == 4
 
 
 def test_before_the_first_connection(pair: Pair) -> None:

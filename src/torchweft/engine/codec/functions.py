@@ -152,8 +152,6 @@ def import_module(module: str, path: str) -> object:
     Raises:
         UnknownFunction: The module cannot be imported here.
     """
-    if module in MAIN_MODULES:
-        return sys.modules["__main__"]
     try:
         return load_module(module)
     except Exception as error:
@@ -164,11 +162,13 @@ def import_module(module: str, path: str) -> object:
 
 
 def load_module(module: str) -> object:
-    """Imports a module after its parent packages.
+    """Imports a module after its parent packages; the main program needs no import.
 
     Python locks a module before its package, and a package may import the module. So two threads
     that import one each would wait for each other; Python gives one of them an incomplete module.
     """
+    if module in MAIN_MODULES:
+        return sys.modules["__main__"]
     end = module.find(".")
     while end > 0:
         importlib.import_module(module[:end])

@@ -24,6 +24,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import cloudpickle
+from cloudpickle.cloudpickle import _function_setstate, _make_function
 from torch import Tensor
 
 from torchweft.engine.codec import by_value, makers, values
@@ -418,8 +419,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 f"{self._not_by_value}; put {function.__qualname__!r} into a module that both can "
                 "import"
             )
-        reduced = by_value.reduce_function(function, self.globals_ref)
-        return super()._dynamic_function_reduce(function) if reduced is None else reduced
+        compiled = by_value.compiler_of(function)
+        if compiled is not None:
+            return compiled
+        parts = self._function_getnewargs(function)
+        state = by_value.state_of(function)
+        return _make_function, parts, state, None, None, _function_setstate
 
 
 def plain_frame(

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.unit.engine.codec.trips import object_trip
-from torchweft.engine.codec.by_value import take_apart
 from torchweft.engine.codec.objects import pack, unpack
 from torchweft.engine.codec.reading import make_reader
 from torchweft.errors import NotAllowed
@@ -116,17 +115,6 @@ def test_enumerations_and_dataclasses_of_a_function_travel() -> None:
     assert (arrived[0].x, arrived[0].doubled, arrived[0].colour.double()) == (3, 6, 2)
     assert arrived[1] is arrived[0].colour
     assert arrived[2].origin() == arrived[2](0)
-
-
-def test_one_code_of_many_functions_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # Else each has a copy.
-    functions = [(lambda x, y=y: x + y) for y in range(5)]
-    code = take_apart(functions[0])[0].content  # type: ignore[index, arg-type]
-    packed = pack(functions, main_by_name=True)
-    assert packed.payload.count(code) == 1
-    arrived: Any = unpack(packed.payload, [], [])
-    assert [each(1) for each in arrived] == [1, 2, 3, 4, 5]
-    assert len({id(each.__code__) for each in arrived}) == 1
 
 
 MAIN = """

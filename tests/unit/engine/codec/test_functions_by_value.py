@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import linecache
 import math
@@ -9,11 +8,8 @@ import os.path
 import pickle
 import sys
 import textwrap
-import threading
 import types
-import weakref
 import xml.dom
-from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -22,50 +18,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.interpreters import frees_functions
 from tests.unit.engine.codec import importable
-from torchweft.engine.codec import by_value
-from torchweft.engine.codec.by_value import Code, load, take_apart
+from torchweft.engine.codec.by_value import state_of
 from torchweft.engine.codec.objects import pack, unpack
 
 counter = 10
 ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
 
 
-def apart(function: Any) -> tuple[Code, list[Any]]:
-    parts = take_apart(function)
-    assert parts is not None
-    return parts
-
-
-def bind(code: Code, captured: list[Any]) -> Any:
-    """Makes a function of its code and the captured values."""
-    loaded = load(code)
-    function = loaded.make({})
-    loaded.fill(function, captured)
-    return function
-
-
-def bound(function: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Takes a function apart, and makes another one of the parts, as a receiver does."""
-    code, captured = apart(function)
-    return bind(Code(code.content), captured), args
-
-
 def whole(value: Any) -> Any:
     packed = pack(value, main_by_name=True)
     return unpack(packed.payload, packed.tensors, packed.externals)
-
-
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "in parts": lambda function: bound(function)[0],
-    "whole": whole,
-}
-
-
-@pytest.fixture(params=WAYS)
-def trip(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    return WAYS[request.param]
 
 
 def programs() -> dict[str, tuple[Any, tuple[Any, ...]]]:
@@ -127,132 +90,37 @@ def programs() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("kind", programs())
-def test_a_function_arrives_as_cloudpickle_sends_it(kind: str, trip: Callable[[Any], Any]) -> None:
+def test_a_function_arrives_as_cloudpickle_sends_it(kind: str) -> None:
     function, args = programs()[kind]
     expected = pickle.loads(cloudpickle.dumps(function))
-    arrived = trip(function)
+    arrived: Any = whole(function)
     assert arrived(*args) == function(*args) == expected(*args)
     for name in (*ATTRIBUTES, "__annotations__"):
         assert getattr(arrived, name) == getattr(expected, name), name
-    if trip is not WAYS["in parts"]:  # Attributes go in a pickle.
-        assert vars(arrived).keys() == vars(expected).keys()
+    assert vars(arrived).keys() == vars(expected).keys()
     hidden = {"__builtins__"}
     assert arrived.__globals__.keys() - hidden == expected.__globals__.keys() - hidden
 
 
-def test_its_code_is_loaded_once_and_its_functions_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # Else each has a copy.
-    code, captured = apart(lambda value: value + counter)
-    kept = Code(code.content)
-    first, second = bind(kept, captured), bind(kept, captured)
-    assert first is not second
-    assert first.__code__ is second.__code__
-    assert first.__globals__ is not second.__globals__
-
-
-# Sound: nothing that may change is remembered
-
-
-def test_changed_cells_globals_and_defaults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    number = 1
-
-    def function(factor: int = 2) -> int:
-        return number * factor + counter
-
-    first = apart(function)[0]
-    assert bound(function)[0]() == 12
-    number = 5
-    assert bound(function)[0]() == 20
-    function.__defaults__ = (10,)
-    assert bound(function)[0]() == 60
-    monkeypatch.setitem(globals(), "counter", 0)
-    assert bound(function)[0]() == 50
-    assert apart(function)[0] is first  # All with the same code.
-
-
-def test_another_code_object_under_the_same_id_is_another_one() -> None:
-    for value in range(50):
-        namespace: dict[str, Any] = {"__name__": "made"}
-        exec(f"def function(): return {value}", namespace)
-        assert bound(namespace["function"])[0]() == value
-        namespace.clear()
-
-
-def test_equal_code_has_equal_bytes() -> None:
-    contents = set()
-    for _ in range(3):
-        namespace: dict[str, Any] = {"__name__": "made"}
-        exec("def function(x): return [x, 'a', (1, 2.5)]", namespace)
-        function = namespace["function"]
-        contents.add(apart(function)[0].content)
-        contents.add(apart(bound(function)[0])[0].content)
-    assert len(contents) == 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "function.__name__ = 'other'",
-        "function.__qualname__ = 'other'",
-        "function.__doc__ = 'other'",
-        "function.__module__ = 'other'",
-        "function.__defaults__ = (1, 2)",
-        "function.__kwdefaults__ = {'key': 1}",
-        "function.__annotations__ = {'first': int}",
-        "namespace['__name__'] = 'other'",
-        "namespace['__file__'] = 'other'",
-        "namespace['module'] = 3",
-        "namespace['len'] = max",
-        "del namespace['variable']",
-        "namespace['variable'] = math",
-        "function.__code__ = (lambda first, second=0, *, key=0: None).__code__",
-    ],
-)
-def test_a_change_of_what_the_code_says_is_seen(change: str) -> None:
-    namespace: dict[str, Any] = {"__name__": "made", "module": math, "variable": 1}
-    source = "def function(first=0, second=0, *, key=0): return variable, module, len"
-    exec(source, namespace)
-    function = namespace["function"]
-    before = apart(function)[0]
-    assert apart(function)[0] is before
-    exec(change, {"function": function, "namespace": namespace, "math": math})
-    code = apart(function)[0]
-    assert code.content != before.content or "efaults" in change
-    expected = pickle.loads(cloudpickle.dumps(function))
-    arrived = bound(function)[0]
-    for name in (*ATTRIBUTES, "__annotations__"):
-        assert getattr(arrived, name) == getattr(expected, name), name
-    for name in ("__name__", "__file__", "variable", "module", "len"):
-        assert arrived.__globals__.get(name) == expected.__globals__.get(name), name
-
-
-def test_functions_of_one_code_that_differ_in_their_names_are_all_remembered() -> None:
-    def decorated(name: str) -> Any:
-        def wrapper() -> str:
-            return name
-
-        wrapper.__name__ = name
-        return wrapper
-
-    functions = [decorated(name) for name in ("a", "b", "c")]
-    codes = [apart(function)[0] for function in functions]
-    assert [apart(function)[0] for function in functions] == codes
-    assert [bound(function)[0].__name__ for function in functions] == ["a", "b", "c"]
-
-
-def test_a_submodule_that_is_imported_later_is_imported_by_the_receiver(
+def test_submodules_that_code_uses_are_found_once_they_are_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "xml.dom.minidom", raising=False)
     monkeypatch.delattr(xml.dom, "minidom", raising=False)
-    function = lambda: xml.dom.minidom.parseString  # noqa: E731
-    before = apart(function)[0]
+    function: Any = lambda: xml.dom.minidom.parseString  # noqa: E731
+    assert state_of(function)[1]["_cloudpickle_submodules"] == [xml.dom]
     importlib.import_module("xml.dom.minidom")
-    content = apart(function)[0].content
-    assert content != before.content
+    packed = pack(function, main_by_name=True)
     monkeypatch.delitem(sys.modules, "xml.dom.minidom")
-    load(Code(content))
+    unpack(packed.payload, [], [])
     assert "xml.dom.minidom" in sys.modules
+
+
+def test_a_function_of_torch_is_packed_without_a_look_at_all_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cloudpickle.cloudpickle, "_find_imported_submodules", None)
+    assert whole(lambda: torch.nn.functional.relu)() is torch.nn.functional.relu
 
 
 def test_captured_values_are_new_in_each_call() -> None:
@@ -281,13 +149,10 @@ def test_coroutines_and_tracebacks_are_those_of_the_original() -> None:
         raise ValueError("here")
 
     with pytest.raises(ValueError, match="here") as caught:
-        bound(fails)[0]()
+        whole(fails)()
     last = caught.traceback[-1]
     assert str(last.path) == __file__
     assert 'raise ValueError("here")' in linecache.getline(__file__, last.lineno + 1)
-
-
-# What cannot be taken apart stays with cloudpickle
 
 
 def unusual() -> dict[str, Any]:
@@ -326,78 +191,11 @@ def unusual() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", unusual())
-def test_an_unusual_function_is_not_taken_apart_and_travels(kind: str) -> None:
+def test_an_unusual_function_travels(kind: str) -> None:
     function = unusual()[kind]
-    assert take_apart(function) is None
     arrived: Any = whole(function)
     assert arrived() == function()
     assert arrived.__doc__ == function.__doc__
-
-
-def test_a_module_that_goes_by_value_is_not_taken_for_one_with_a_name() -> None:
-    function = lambda: importable.Base  # noqa: E731
-    assert take_apart(function) is not None
-    cloudpickle.register_pickle_by_value(importable)
-    try:
-        assert take_apart(function) is None
-    finally:
-        cloudpickle.unregister_pickle_by_value(importable)
-    assert take_apart(function) is not None
-
-
-def test_a_module_that_the_receiver_lacks_is_an_error_each_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    module = types.ModuleType("only_here")
-    monkeypatch.setitem(sys.modules, "only_here", module)
-    code, captured = apart(lambda: module)
-    monkeypatch.delitem(sys.modules, "only_here")
-    kept = Code(code.content)
-    for _ in range(2):
-        with pytest.raises(ImportError, match="No module named 'only_here'"):
-            load(kept)
-    monkeypatch.setitem(sys.modules, "only_here", module)
-    assert bind(kept, captured)() is module
-
-
-# Memory
-
-
-@frees_functions
-def test_a_code_object_that_ends_is_forgotten() -> None:
-    namespace: dict[str, Any] = {"__name__": "made"}
-    exec("def function(): return 1", namespace)
-    function = namespace.pop("function")
-    apart(function)
-    reference, count = weakref.ref(function.__code__), len(by_value._known)
-    assert function.__code__ in by_value._known
-    del function
-    gc.collect()
-    assert reference() is None
-    assert len(by_value._known) < count
-
-
-def test_many_threads_take_functions_apart_that_change_shape() -> None:
-    def function() -> Any:
-        return function.__name__
-
-    failures: list[object] = []
-
-    def work(name: str) -> None:
-        own = types.FunctionType(
-            function.__code__, {"__name__": name}, name, None, function.__closure__
-        )
-        for _ in range(300):
-            arrived = bound(own)[0]
-            if (arrived.__name__, arrived.__globals__["__name__"]) != (name, name):
-                failures.append(arrived)
-
-    threads = [threading.Thread(target=work, args=(f"name{place}",)) for place in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 # Random functions
@@ -442,16 +240,14 @@ def sources(draw: st.DrawFn) -> str:
 
 
 @settings(max_examples=80, deadline=None)
-@given(sources(), st.sampled_from(sorted(WAYS)))
-def test_random_functions_arrive_as_cloudpickle_sends_them(source: str, way: str) -> None:
+@given(sources())
+def test_random_functions_arrive_as_cloudpickle_sends_them(source: str) -> None:
     namespace: dict[str, Any] = {"__name__": "made_up", "__file__": "made_up.py"}
     exec(textwrap.dedent(source), namespace)
     function = namespace["function"]
     expected = pickle.loads(cloudpickle.dumps(function))
-    if way == "in parts" and vars(function):
-        way = "whole"  # Attributes go in a pickle.
     for _ in range(2):
-        arrived = WAYS[way](function)
+        arrived: Any = whole(function)
         for name in (*ATTRIBUTES, "__annotations__"):
             assert getattr(arrived, name) == getattr(expected, name), name
         assert vars(arrived) == vars(expected)
