@@ -56,7 +56,6 @@ _BUFFER_ID, _DEVICE, _RANGE_START, _RANGE_BYTES = 7, 9, 11, 12
 _LAZY_PEER_ACCESS = 1
 _INVALID_VALUE, _INVALID_CONTEXT = 1, 201
 _CudaEvent: Any = torch.cuda.Event
-_CudaStream: Any = torch.cuda.Stream
 
 
 @dataclass(eq=False, repr=False, match_args=False)

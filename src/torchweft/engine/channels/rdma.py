@@ -8,7 +8,7 @@ that has passed, and after any failure, tensors take the next channel. See
 PyTorch has the data plane, ``torch.distributed._transport``, from 2.15 on: memory is registered,
 described by bytes, and read by a peer that has the description. It has no control plane: the
 exchange of addresses and descriptions is Weft's. PyTorch's interface is not stable; only
-``Endpoint`` and ``Transfer`` use it, and these parts of it::
+``Way`` and ``Transfer`` use it, and these parts of it::
 
     new_transport(backend, device) -> transport
     transport.bind() -> bytes           .connect(bytes)           .close()
@@ -57,21 +57,13 @@ from torch import Tensor
 
 from torchweft import knobs
 from torchweft.engine.channels.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
-from torchweft.engine.channels.memory import (
-    Budget,
-    BufferPool,
-    Copier,
-    Slab,
-    address_of,
-    slab_size,
-)
+from torchweft.engine.channels.memory import Budget, BufferPool, Copier, address_of, slab_size
 from torchweft.engine.wire.frames import Buffer
 from torchweft.engine.wire.messages import Kind
 from torchweft.errors import ConfigurationError, ProtocolError, WeftError
-from torchweft.free_threading import shared_count
 
-SLAB = struct.Struct("<IQ")
-"""Begins a handle: number and size of a slab. The description of the slab follows."""
+SLAB = struct.Struct("<Q")
+"""Begins a handle: the size of a slab. The description of the slab follows."""
 
 NO_DEVICE = "there is no RDMA device with an active port here"
 """The obstacle of most hosts."""
@@ -85,7 +77,8 @@ _CLOSE_LIMIT_S = 2.0
 _DIGEST_BYTES = 32
 _TRIAL_READS = 5
 
-# The steps of the trial, the first byte of a ``REMOTE_MEMORY``.
+# The steps of the trial, the first byte of a ``REMOTE_MEMORY``. The sender offers and has a slab
+# read; the receiver answers.
 OFFER, ANSWER, TRIAL, TRIED, REFUSED = [bytes((number,)) for number in range(1, 6)]
 
 
@@ -93,30 +86,32 @@ class TransportFailed(CannotGet):
     """Memory of another host could not be read by PyTorch's transport."""
 
 
+@contextlib.contextmanager
+def _failing(action: str) -> Iterator[None]:
+    """Raises the errors of a backend, which may be of any type, as TransportFailed."""
+    try:
+        yield
+    except TransportFailed:
+        raise
+    except Exception as error:
+        raise TransportFailed(f"{action} failed: {type(error).__name__}: {error}") from error
+
+
 class Registration:
-    """The registration of a slab at one endpoint, which the slab keeps.
+    """The registration of a slab, which the slab keeps.
 
     Attributes:
-        number: Its number at the endpoint.
         tensor: The memory of the slab.
         memory: The registered memory, of PyTorch.
-        description: The bytes with which the peer can read it.
+        content: The bytes with which the peer can read it: its size, and the description.
     """
 
-    def __init__(
-        self,
-        number: int,
-        tensor: Tensor,
-        memory: Any,
-        description: bytes,
-        ended: deque[tuple[Tensor, Any]],
-    ) -> None:
-        self.number, self.tensor, self.memory = number, tensor, memory
-        self.description = description
+    def __init__(self, tensor: Tensor, memory: Any, content: bytes, ended: deque[Any]) -> None:
+        self.tensor, self.memory, self.content = tensor, memory, content
         self._ended = ended
 
     def __del__(self) -> None:
-        # The endpoint ends it: this may run in any thread, at any point.
+        # The way ends it: this may run in any thread, at any point.
         self._ended.append((self.tensor, self.memory))
 
 
@@ -139,28 +134,36 @@ class Transfer:
             self._work.wait()
 
 
-_unclosed: list[Endpoint] = []
-"""Ends whose transfers did not end: their memory must live as long as the process."""
+_unclosed: list[Way] = []
+"""Ways whose transfers did not end: their memory must live as long as the process."""
 
 
-class Endpoint:
-    """One end of a transport, for one peer and one direction. Thread-safe.
+class Way:
+    """The way to one peer, or from it: this side's end of a transport. Thread-safe.
 
     Attributes:
+        pool: The memory that is registered for it.
         kept: Memory that transfers may still use, here or at the peer.
+        trial: The digest of what the peer is to read; empty until it is told to.
+        is_proven: Whether the trial has passed.
+        failure: Why it is not used any more.
 
     Args:
         transport: The transport of PyTorch; owned from here on.
+        pool: The memory.
     """
 
-    def __init__(self, transport: Any) -> None:
+    def __init__(self, transport: Any, pool: BufferPool) -> None:
+        self.pool = pool
+        self.kept: list[memoryview] = []
+        self.trial = b""
+        self.is_proven = False
+        self.failure = ""
         self._transport = transport
         self._lock = threading.RLock()  # A garbage collection may run a finalizer of the user.
         self._buffer_type: Any = None
         self._is_closed = False
-        self._numbers = shared_count(1)
-        self._ended: deque[tuple[Tensor, Any]] = deque()
-        self.kept: list[memoryview] = []
+        self._ended: deque[Any] = deque()
 
     def bind(self) -> bytes:
         """Returns the bytes with which the peer connects to this end."""
@@ -172,42 +175,55 @@ class Endpoint:
         with _failing("connecting"), self._lock:
             self._transport.connect(url, timeout=_CALL_LIMIT_S)
 
-    def register(self, slab: Slab) -> Registration:
-        """Returns the registration of a slab, made at the first time."""
+    def lease(self, size_bytes: int) -> tuple[memoryview, Registration]:
+        """Returns registered memory; its slab comes back when the last view of it has ended.
+
+        Raises:
+            TransportFailed: It cannot be registered.
+            MemoryError: The system has no memory left.
+        """
+        memory = self.pool.lease(size_bytes)
+        slab = self.pool.slab_at(address_of(memory))
+        assert slab is not None
         found: Registration | None = slab.attached.get(self)
         if found is None:
-            tensor = torch.from_numpy(slab.memory)
-            with _failing("registering memory"), self._lock:
-                self._check_open()
-                while self._ended:
-                    _, memory = self._ended.popleft()
-                    self._transport.unregister_memory(memory, timeout=_CALL_LIMIT_S)
-                memory = self._transport.register_memory(tensor, timeout=_CALL_LIMIT_S)
-                buffer = memory.to_remote_buffer(timeout=_CALL_LIMIT_S)
-                self._buffer_type = type(buffer)
-                described = bytes(buffer.serialize())
-            number = next(self._numbers)
-            found = slab.attached[self] = Registration(
-                number, tensor, memory, described, self._ended
-            )
-        return found
+            found = slab.attached[self] = self._register(torch.from_numpy(slab.memory))
+        return memory, found
 
-    def remote(self, description: bytes) -> Any:
-        """Decodes a description of the peer; some memory has been registered here.
+    def _register(self, tensor: Tensor) -> Registration:
+        with _failing("registering memory"), self._lock:
+            self._check_open()
+            while self._ended:
+                _, memory = self._ended.popleft()
+                self._transport.unregister_memory(memory, timeout=_CALL_LIMIT_S)
+            memory = self._transport.register_memory(tensor, timeout=_CALL_LIMIT_S)
+            buffer = memory.to_remote_buffer(timeout=_CALL_LIMIT_S)
+            # The type of descriptions is that of the backend, which only its own ones tell.
+            self._buffer_type = type(buffer)
+            content = SLAB.pack(tensor.numel()) + bytes(buffer.serialize())
+        return Registration(tensor, memory, content, self._ended)
 
-        The type of descriptions is that of the backend, which only its own ones tell.
-        """
-        with _failing("reading a description of memory"):
-            return self._buffer_type.deserialize(description)
+    def stage(self, buffer: Tensor, copier: Copier) -> Staged:
+        """Copies a buffer to memory that the peer can read; raises as ``lease``."""
+        memory, own = self.lease(buffer.nbytes)
+        copier.copy(buffer.data_ptr(), address_of(memory), buffer.nbytes, (buffer, memory))
+        return Staged(self, own.content, memory)
 
-    def read(self, into: Registration, size_bytes: int, remote: Any, limit_s: float) -> Transfer:
+    def read(self, entry: Entry, into: Registration, limit_s: float) -> Transfer:
         """Begins to read the start of the peer's memory into the start of registered memory.
 
         If it raises, the transfer may have begun nevertheless: the memory must not be used again.
         """
+        slab_bytes = _slab_bytes_in(entry.content)
+        if slab_bytes < entry.size_bytes:
+            raise ProtocolError(
+                f"{entry.size_bytes} bytes are announced in a slab which has {slab_bytes}"
+            )
+        with _failing("reading a description of memory"):
+            remote = self._buffer_type.deserialize(entry.content[SLAB.size :])
         with _failing("beginning a transfer"), self._lock:
             self._check_open()
-            view = into.memory.to_mutable_view(0, size_bytes)
+            view = into.memory.to_mutable_view(0, entry.size_bytes)
             return Transfer(self._transport.read(view, remote, async_op=True, timeout=limit_s))
 
     def close(self, limit_s: float) -> None:
@@ -230,14 +246,33 @@ class Endpoint:
             raise TransportFailed("the transport has been closed")
 
 
-def open_endpoint() -> Endpoint:
-    """Returns a new end of a transport for host memory.
+def _slab_bytes_in(content: bytes) -> int:
+    """Returns the size of the slab that a handle names."""
+    if len(content) <= SLAB.size:
+        raise ProtocolError(f"a handle of a slab has {len(content)} bytes")
+    size_bytes: int = SLAB.unpack_from(content)[0]
+    return size_bytes
 
-    Raises:
-        TransportFailed: The backend cannot be used.
-    """
+
+class Staged(Handle):
+    """A copy of a buffer in registered memory, kept until the peer has read it, or is lost."""
+
+    __slots__ = ("_way",)
+
+    def __init__(self, way: Way, content: bytes, memory: memoryview) -> None:
+        super().__init__(content, memory.nbytes, memory)
+        self._way = way
+
+    def memory(self) -> memoryview:
+        """Returns the copy. The slab is not used again: the peer may still be reading it."""
+        self._way.kept.append(self.kept)
+        return super().memory()
+
+
+def open_transport() -> Any:
+    """Returns a new transport for host memory; raises TransportFailed if the backend has none."""
     with _failing("making a transport"):
-        return Endpoint(importlib.import_module(_MODULE).new_transport(_BACKEND, "cpu"))
+        return importlib.import_module(_MODULE).new_transport(_BACKEND, "cpu")
 
 
 def is_forced() -> bool:
@@ -282,98 +317,10 @@ def _has_device() -> bool:
         return False
 
 
-@contextlib.contextmanager
-def _failing(action: str) -> Iterator[None]:
-    """Raises the errors of a backend, which may be of any type, as TransportFailed."""
-    try:
-        yield
-    except TransportFailed:
-        raise
-    except Exception as error:
-        raise TransportFailed(f"{action} failed: {type(error).__name__}: {error}") from error
-
-
-class Staged(Handle):
-    """A copy of a buffer in registered memory, kept until the peer has read it, or is lost."""
-
-    __slots__ = ("_endpoint",)
-
-    def __init__(self, endpoint: Endpoint, own: Registration, memory: memoryview) -> None:
-        content = SLAB.pack(own.number, own.tensor.numel()) + own.description
-        super().__init__(content, memory.nbytes, memory)
-        self._endpoint = endpoint
-
-    def memory(self) -> memoryview:
-        """Returns the copy. The slab is not used again: the peer may still be reading it."""
-        self._endpoint.kept.append(self.kept)
-        return super().memory()
-
-
 # The channel
 
-
-class _Way:
-    """The way to one peer, or from it.
-
-    Attributes:
-        endpoint: This side's end of the transport.
-        pool: The memory that is registered for it.
-        trial: The digest of what the peer is to read; empty until it is told to.
-        staged: The memory of the trial.
-        is_proven: Whether the trial has passed.
-        failure: Why it is not used any more.
-    """
-
-    def __init__(self, endpoint: Endpoint, pool: BufferPool) -> None:
-        self.endpoint = endpoint
-        self.pool = pool
-        self.trial = b""
-        self.staged: Staged | None = None
-        self.is_proven = False
-        self.failure = ""
-        self._remotes: dict[int, Any] = {}
-
-    def lease(self, size_bytes: int) -> tuple[memoryview, Registration]:
-        """Returns registered memory; its slab comes back when the last view of it has ended.
-
-        Raises:
-            TransportFailed: It cannot be registered.
-            MemoryError: The system has no memory left.
-        """
-        memory = self.pool.lease(size_bytes)
-        slab = self.pool.slab_at(address_of(memory))
-        assert slab is not None
-        return memory, self.endpoint.register(slab)
-
-    def stage(self, buffer: Tensor, copier: Copier) -> Staged:
-        """Copies a buffer to memory that the peer can read; raises as ``lease``."""
-        memory, own = self.lease(buffer.nbytes)
-        copier.copy(buffer.data_ptr(), address_of(memory), buffer.nbytes, (buffer, memory))
-        return Staged(self.endpoint, own, memory)
-
-    def read(self, entry: Entry, into: Registration, limit_s: float) -> Transfer:
-        """Begins to read memory of the peer."""
-        number, slab_bytes = _slab_in(entry.content)
-        if slab_bytes < entry.size_bytes:
-            raise ProtocolError(
-                f"{entry.size_bytes} bytes are announced in slab {number}, which has {slab_bytes}"
-            )
-        remote = self._remotes.get(number)
-        if remote is None:
-            remote = self._remotes[number] = self.endpoint.remote(entry.content[SLAB.size :])
-        return self.endpoint.read(into, entry.size_bytes, remote, limit_s)
-
-
-_Ways = dict[int, _Way | None]
+_Ways = dict[int, Way | None]
 """The ways to peers, or from them, by the peers' ids; None for those that are being opened."""
-
-
-def _slab_in(content: bytes) -> tuple[int, int]:
-    """Returns the number and the size of the slab that a handle names."""
-    if len(content) <= SLAB.size:
-        raise ProtocolError(f"a handle of a slab has {len(content)} bytes")
-    number, size_bytes = SLAB.unpack_from(content)
-    return number, size_bytes
 
 
 class Rdma(Channel):
@@ -395,8 +342,15 @@ class Rdma(Channel):
         self._lock = threading.RLock()
         self._sending: _Ways = {}
         self._receiving: _Ways = {}
-        self._ending: list[_Way] = []
+        self._ending: list[Way] = []
         self._is_closed = False
+        self._steps = {
+            OFFER: self._answer,
+            ANSWER: self._begin_trial,
+            TRIAL: self._try,
+            TRIED: self._judge,
+            REFUSED: self._refused,
+        }
         home.on(Kind.REMOTE_MEMORY, self._on_step)
 
     def describe(self) -> dict[str, object]:
@@ -418,8 +372,10 @@ class Rdma(Channel):
         """
         if max([buffer.nbytes for buffer in buffers]) < self.from_bytes:
             return ()
-        if peer.id not in self._sending and not self._reserve(peer, self._sending):
-            self._home.reactor.submit(self._offer, peer)
+        if peer.id not in self._sending:
+            if not self._reserve(peer, self._sending):
+                self._home.reactor.submit(self._take_step, peer, b"")
+            return ()
         sending = self._sending.get(peer.id)
         if sending is None or not sending.is_proven:
             return ()
@@ -431,10 +387,10 @@ class Rdma(Channel):
         except MemoryError:
             pass
         except TransportFailed as error:
-            self._fail_sending(peer, str(error))
+            self._fail(peer, str(error), is_sender=True)
         return handles
 
-    def _stage(self, sending: _Way, buffer: Tensor) -> Staged:
+    def _stage(self, sending: Way, buffer: Tensor) -> Staged:
         """Copies a buffer within the budget, which gets its bytes back with the copy."""
         try:
             staged = sending.stage(buffer, self._home.copier)
@@ -444,79 +400,50 @@ class Rdma(Channel):
         self._budget.free_with(staged.kept.obj, buffer.nbytes)
         return staged
 
-    def _reserve(self, peer: Peer, ways: _Ways) -> str:
-        """Reserves a way for a peer; returns why there cannot be one."""
-        with self._lock:
-            if self._is_closed or peer.is_over or peer.id in ways:
-                return "it has RDMA with this worker already, or shuts down"
-            if len(self._sending) + len(self._receiving) >= self._way_limit:
-                return f"it has RDMA with {self._way_limit} workers, and may have no more"
-            ways[peer.id] = None
-        return ""
-
-    def _open(self, peer: Peer, ways: _Ways, pool: BufferPool) -> _Way:
-        """Opens this side's end of a reserved way; a backend may take a second to start."""
-        way = _Way(open_endpoint(), pool)
-        with self._lock:
-            if peer.id in ways:
-                ways[peer.id] = way
-                return way
-        way.endpoint.close(_CLOSE_LIMIT_S)
-        raise TransportFailed("the peer is lost, or this worker shuts down")
-
-    def _offer(self, peer: Peer, _: object) -> None:
-        with self._home.reactor.idling():
-            try:
-                way = self._open(peer, self._sending, BufferPool(self._limit_bytes))
-                self._tell(peer, OFFER, way.endpoint.bind())
-            except TransportFailed as error:
-                self._fail_sending(peer, str(error))
-
-    def _fail_sending(self, peer: Peer, reason: str) -> None:
-        with self._lock:
-            sending = self._sending.get(peer.id)
-            if sending is not None:
-                sending.failure = reason
-                sending.is_proven = False
-        peer.ways.give_up(self.name, reason)
-
     # The trial
-
-    def _tell(self, peer: Peer, step: bytes, content: bytes) -> None:
-        self._home.post(peer, Kind.REMOTE_MEMORY, step + content)
 
     def _on_step(self, peer: Peer, control: Buffer) -> None:
         # As an urgent task: it may block, and all threads for tasks may be busy for long.
         self._home.reactor.submit(self._take_step, peer, bytes(control))
 
     def _take_step(self, peer: Peer, control: bytes) -> None:
-        step, content = control[:1], control[1:]
+        """Does one step of a trial, and tells the peer the next one; first of all, the offer."""
+        step = self._steps.get(control[:1], self._offer)
+        is_sender = control[:1] not in (OFFER, TRIAL)
         with self._home.reactor.idling():
-            if step in (OFFER, TRIAL):
-                self._on_step_of_sender(peer, step, content)
-            else:
-                self._on_step_of_receiver(peer, step, content)
+            try:
+                answer = step(peer, control[1:])
+            except (WeftError, MemoryError) as error:
+                self._fail(peer, str(error), is_sender=is_sender)
+                answer = b"" if is_sender else REFUSED + str(error).encode()
+        if answer:
+            self._home.post(peer, Kind.REMOTE_MEMORY, answer)
 
-    def _on_step_of_sender(self, peer: Peer, step: bytes, content: bytes) -> None:
-        """Does the part of the receiver; a failure is told to the sender, which gives up."""
-        try:
-            if step == OFFER:
-                self._tell(peer, ANSWER, self._answer(peer, content))
-            else:
-                self._tell(peer, TRIED, self._try(peer, content))
-        except (WeftError, MemoryError) as error:
-            self._stop_receiving(peer, str(error))
-            self._tell(peer, REFUSED, str(error).encode())
+    def _offer(self, peer: Peer, _: bytes) -> bytes:
+        pool = BufferPool(self._limit_bytes)
+        return OFFER + self._open(peer, self._sending, pool).bind()
 
     def _answer(self, peer: Peer, url: bytes) -> bytes:
         """Opens this side's end and connects it; returns what the sender connects to."""
         obstacle = self._reserve(peer, self._receiving)
         if obstacle:
             raise TransportFailed(obstacle)
-        endpoint = self._open(peer, self._receiving, self._home.pool).endpoint
-        own = endpoint.bind()
-        endpoint.connect(url)
-        return own
+        way = self._open(peer, self._receiving, self._home.pool)
+        own = way.bind()
+        way.connect(url)
+        return ANSWER + own
+
+    def _begin_trial(self, peer: Peer, url: bytes) -> bytes:
+        """Fills a slab with random bytes, which the receiver is to read."""
+        sending = self._sending.get(peer.id)
+        if sending is None or sending.trial:
+            return b""
+        sending.connect(url)
+        content = bytearray(os.urandom(slab_size(self.from_bytes)))  # A whole slab.
+        staged = sending.stage(torch.frombuffer(content, dtype=torch.uint8), self._home.copier)
+        sending.kept.append(staged.kept)
+        sending.trial = _digest(content)
+        return TRIAL + staged.content
 
     def _try(self, peer: Peer, content: bytes) -> bytes:
         """Reads the slab of a trial, and measures that; returns the digest of its bytes.
@@ -526,7 +453,7 @@ class Rdma(Channel):
         receiving = self._receiving.get(peer.id)
         if receiving is None:
             raise ProtocolError("a trial needs an offer before")
-        entry = Entry(self.number, _slab_in(content)[1], content)
+        entry = Entry(self.number, _slab_bytes_in(content), content)
         limit_s = min(self._trial_s, self._stall_s)
         durations_s: list[float] = []
         buffers: list[memoryview] = []
@@ -540,62 +467,72 @@ class Rdma(Channel):
             raise TransportFailed(
                 f"a trial ran at {rate / 1e9:.2f} GB/s, which sockets reach as well"
             )
-        return hashlib.blake2b(buffers[0], digest_size=_DIGEST_BYTES).digest()
+        return TRIED + _digest(buffers[0])
 
-    def _on_step_of_receiver(self, peer: Peer, step: bytes, content: bytes) -> None:
+    def _judge(self, peer: Peer, digest: bytes) -> bytes:
         sending = self._sending.get(peer.id)
-        if sending is None:
-            return
-        try:
-            if step == ANSWER and not sending.trial:
-                sending.endpoint.connect(content)
-                self._tell(peer, TRIAL, self._trial(sending))
-            elif step == TRIED and sending.trial:
-                self._judge(peer, sending, content)
-            elif step == REFUSED:
-                reason = content.decode(errors="replace")
-                raise TransportFailed(f"worker {peer.name!r} cannot: {reason}")
-        except (TransportFailed, MemoryError) as error:
-            self._fail_sending(peer, str(error))
+        if sending is not None and sending.trial:
+            if digest != sending.trial:
+                raise TransportFailed(f"worker {peer.name!r} read other bytes than there were")
+            with self._lock:
+                sending.is_proven = not sending.failure
+            if sending.is_proven:
+                sending.kept.clear()  # The slab comes back.
+                peer.ways.prove(self)
+        return b""
 
-    def _trial(self, sending: _Way) -> bytes:
-        """Fills a slab with random bytes; returns the handle with which the receiver reads it."""
-        content = bytearray(os.urandom(slab_size(self.from_bytes)))  # A whole slab.
-        buffer = torch.frombuffer(content, dtype=torch.uint8)
-        sending.staged = sending.stage(buffer, self._home.copier)
-        sending.trial = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
-        return sending.staged.content
+    def _refused(self, peer: Peer, reason: bytes) -> bytes:
+        raise TransportFailed(f"worker {peer.name!r} cannot: {reason.decode(errors='replace')}")
 
-    def _judge(self, peer: Peer, sending: _Way, digest: bytes) -> None:
-        if digest != sending.trial:
-            raise TransportFailed(f"worker {peer.name!r} read other bytes than there were")
-        sending.staged = None  # The slab comes back.
+    def _reserve(self, peer: Peer, ways: _Ways) -> str:
+        """Reserves a way for a peer; returns why there cannot be one."""
         with self._lock:
-            if sending.failure:
-                return
-            sending.is_proven = True
-        peer.ways.prove(self)
+            if self._is_closed or peer.is_over or peer.id in ways:
+                return "it has RDMA with this worker already, or shuts down"
+            if len(self._sending) + len(self._receiving) >= self._way_limit:
+                return f"it has RDMA with {self._way_limit} workers, and may have no more"
+            ways[peer.id] = None
+        return ""
+
+    def _open(self, peer: Peer, ways: _Ways, pool: BufferPool) -> Way:
+        """Opens this side's end of a reserved way; a backend may take a second to start."""
+        way = Way(open_transport(), pool)
+        with self._lock:
+            if peer.id in ways:
+                ways[peer.id] = way
+                return way
+        way.close(_CLOSE_LIMIT_S)
+        raise TransportFailed("the peer is lost, or this worker shuts down")
+
+    def _fail(self, peer: Peer, reason: str, *, is_sender: bool) -> None:
+        """Gives a way up, for good."""
+        ways = self._sending if is_sender else self._receiving
+        with self._lock:
+            way = ways.get(peer.id)
+            if way is not None:
+                way.failure = way.failure or reason
+                way.is_proven = False
+            elif not is_sender:
+                ways.pop(peer.id, None)  # It could not be opened.
+        if is_sender:
+            peer.ways.give_up(self.name, reason)
 
     # Receiving
 
     def get(self, peer: Peer, token: int, entries: Sequence[Entry]) -> Sequence[memoryview]:
-        receiving = self._of(peer)
-        try:
-            return self._read(peer, receiving, entries, self._stall_s)
-        except CannotGet as error:
-            self._stop_receiving(peer, str(error))
-            raise TransportFailed(str(error)) from error
-
-    def _of(self, peer: Peer) -> _Way:
         receiving = self._receiving.get(peer.id)
         if receiving is None:
             if peer.is_over:
                 raise peer.lost_error()
             raise ProtocolError(f"worker {peer.name!r} sends by RDMA without a trial")
-        return receiving
+        try:
+            return self._read(peer, receiving, entries, self._stall_s)
+        except CannotGet as error:
+            self._fail(peer, str(error), is_sender=False)
+            raise TransportFailed(str(error)) from error
 
     def _read(
-        self, peer: Peer, receiving: _Way, entries: Sequence[Entry], limit_s: float
+        self, peer: Peer, receiving: Way, entries: Sequence[Entry], limit_s: float
     ) -> list[memoryview]:
         if receiving.failure:
             raise TransportFailed(receiving.failure)
@@ -610,17 +547,9 @@ class Rdma(Channel):
             for transfer in transfers:
                 transfer.check()
         except BaseException:
-            receiving.endpoint.kept += buffers  # Transfers may go on, also one that has raised.
+            receiving.kept += buffers  # Transfers may go on, also one that has raised.
             raise
         return buffers
-
-    def _stop_receiving(self, peer: Peer, reason: str) -> None:
-        with self._lock:
-            receiving = self._receiving.get(peer.id)
-            if receiving is None:
-                self._receiving.pop(peer.id, None)  # It could not be opened.
-            else:
-                receiving.failure = receiving.failure or reason
 
     # Housekeeping
 
@@ -638,6 +567,12 @@ class Rdma(Channel):
         if ways:
             self._home.reactor.submit(self._end, ways)
 
+    def _end(self, ways: Sequence[Way], _: object) -> None:
+        with self._home.reactor.idling():
+            _close(ways)
+        with self._lock:
+            self._ending = [way for way in self._ending if way not in ways]
+
     def close(self, limit_s: float) -> None:
         """Ends all transports: this worker shuts down."""
         with self._lock:
@@ -645,16 +580,14 @@ class Rdma(Channel):
             found = *self._sending.values(), *self._receiving.values(), *self._ending
             self._sending.clear()
             self._receiving.clear()
-        ways = [way for way in found if way is not None]
-        _close(ways, time.monotonic() + _CLOSE_LIMIT_S)
-
-    def _end(self, ways: Sequence[_Way], _: object) -> None:
-        with self._home.reactor.idling():
-            _close(ways, time.monotonic() + _CLOSE_LIMIT_S)
-        with self._lock:
-            self._ending = [way for way in self._ending if way not in ways]
+        _close([way for way in found if way is not None])
 
 
-def _close(ways: Sequence[_Way], deadline_s: float) -> None:
+def _digest(content: Buffer) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
+def _close(ways: Sequence[Way]) -> None:
+    deadline_s = time.monotonic() + _CLOSE_LIMIT_S
     for way in ways:
-        way.endpoint.close(max(deadline_s - time.monotonic(), 0.0))
+        way.close(max(deadline_s - time.monotonic(), 0.0))

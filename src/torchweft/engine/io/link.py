@@ -287,11 +287,6 @@ class Link:
         return self.read_fd < 0
 
     @property
-    def is_receiving(self) -> bool:
-        """Whether a thread just receives; what it has counted may not be in ``incoming`` yet."""
-        return bool(self._stream.is_looking) or not self.parser.is_idle
-
-    @property
     def has_queued(self) -> bool:
         """Whether anything waits to be written."""
         return bool(self._stream.queued) and not self.is_broken

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from torchweft.engine.channels.rdma import Endpoint, TransportFailed
+from torchweft.engine.channels.rdma import TransportFailed
 
 
 class FakeRemoteBuffer:
@@ -163,12 +163,12 @@ class FakeNetwork:
         self.stalls = self.fails = self.corrupts = False
         self.reads = self.last_key = 0
 
-    def open_endpoint(self) -> Endpoint:
+    def open_transport(self) -> FakeTransport:
         if "open" in self.refuses:
             raise TransportFailed("cannot open")
         name = f"end{len(self.transports)}"
-        self.transports[name] = FakeTransport(self, name)
-        return Endpoint(self.transports[name])
+        made = self.transports[name] = FakeTransport(self, name)
+        return made
 
     def end_all(self) -> None:
         """Ends the transfers that are under way."""

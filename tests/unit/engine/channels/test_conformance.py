@@ -102,7 +102,7 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             stack.enter_context(knob.override(FROM if other == name else NEVER))
         if name == "rdma":
             network = FakeNetwork()
-            monkeypatch.setattr(rdma, "open_endpoint", network.open_endpoint)
+            monkeypatch.setattr(rdma, "open_transport", network.open_transport)
             monkeypatch.setattr(rdma, "own_obstacle", lambda: "")
             monkeypatch.setattr(rdma, "is_forced", lambda: True)
         if name == "cuda_ipc":

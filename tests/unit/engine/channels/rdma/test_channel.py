@@ -29,7 +29,7 @@ TRIAL_READS = rdma._TRIAL_READS
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNetwork]:
     fake = FakeNetwork()
-    monkeypatch.setattr(rdma, "open_endpoint", fake.open_endpoint)
+    monkeypatch.setattr(rdma, "open_transport", fake.open_transport)
     monkeypatch.setattr(rdma, "own_obstacle", lambda: "")
     monkeypatch.setattr(rdma, "is_forced", lambda: True)
     yield fake
@@ -99,7 +99,7 @@ def proven(network: FakeNetwork, pair: list[Member], received: Received) -> list
     return pair
 
 
-def sending_way(pair: list[Member]) -> rdma._Way:
+def sending_way(pair: list[Member]) -> rdma.Way:
     way = pair[0].agent.channels.of(Rdma)._sending[peer_of(pair).id]
     assert way is not None
     return way
@@ -276,7 +276,7 @@ def test_a_read_that_takes_too_long_is_asked_for_and_its_slabs_are_not_used_agai
     network.stalls = False
     exchange(proven, received, large())
     assert network.reads == 1
-    assert len(sending_way(proven).endpoint.kept) == 1
+    assert len(sending_way(proven).kept) == 1
 
 
 def test_messages_under_way_when_the_channel_is_given_up_arrive(
@@ -350,8 +350,8 @@ def test_without_room_for_slabs_tensors_take_the_next_channel(
 class Lying(struct.Struct):
     """Tells another size than a slab has."""
 
-    def pack(self, number: int, _: int) -> bytes:  # type: ignore[override]
-        return super().pack(number, 1000)
+    def pack(self, _: int) -> bytes:  # type: ignore[override]
+        return super().pack(1000)
 
 
 def test_a_slab_that_is_too_small_is_refused(
@@ -375,7 +375,7 @@ def test_slabs_without_a_trial_are_refused(
     assert way is not None
     send(proven, [large()])
     assert "without a trial" in str(received.failure())
-    way.endpoint.close(1.0)
+    way.close(1.0)
 
 
 def test_without_memory_for_slabs_tensors_take_the_next_channel(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 
 import pytest
 import torch
 
 from tests.unit.engine.channels.fake_transport import FakeNetwork, FakeTransport
 from torchweft.engine.channels.memory import BufferPool, Copier
-from torchweft.engine.channels.rdma import SLAB, Staged, TransportFailed, _Way
+from torchweft.engine.channels.rdma import SLAB, Staged, TransportFailed, Way
 
 COPIER = Copier()
 KIB = 1024
@@ -21,8 +22,8 @@ def network() -> FakeNetwork:
 
 
 @pytest.fixture
-def way(network: FakeNetwork) -> _Way:
-    return _Way(network.open_endpoint(), BufferPool(1 << 20))
+def way(network: FakeNetwork) -> Way:
+    return Way(network.open_transport(), BufferPool(1 << 20))
 
 
 def transport(network: FakeNetwork) -> FakeTransport:
@@ -34,11 +35,12 @@ def random_bytes(size_bytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8)
 
 
-def number_of(staged: Staged) -> int:
-    return int(SLAB.unpack_from(staged.content)[0])
+def slab_of(staged: Staged) -> int:
+    """Returns the key of the slab, at the fake transport."""
+    return int(json.loads(staged.content[SLAB.size :])[1])
 
 
-def test_a_copy_is_independent_of_its_buffer(way: _Way) -> None:
+def test_a_copy_is_independent_of_its_buffer(way: Way) -> None:
     buffer = random_bytes(5000)
     before = bytes(buffer.numpy())
     staged = way.stage(buffer, COPIER)
@@ -47,18 +49,18 @@ def test_a_copy_is_independent_of_its_buffer(way: _Way) -> None:
     assert staged.size_bytes == 5000
 
 
-def test_a_slab_that_came_back_is_registered_already(network: FakeNetwork, way: _Way) -> None:
+def test_a_slab_that_came_back_is_registered_already(network: FakeNetwork, way: Way) -> None:
     first, second = way.stage(random_bytes(10), COPIER), way.stage(random_bytes(10), COPIER)
-    assert (number_of(first), number_of(second)) == (1, 2)
+    assert (slab_of(first), slab_of(second)) == (1, 2)
     del first, second
     again = way.stage(random_bytes(10), COPIER)
-    assert number_of(again) in (1, 2)
-    assert SLAB.unpack_from(again.content)[1] == 4 * KIB
+    assert slab_of(again) in (1, 2)
+    assert SLAB.unpack_from(again.content)[0] == 4 * KIB
     assert len(again.content) > SLAB.size
     assert network.registered == 2
 
 
-def test_a_slab_that_may_be_read_is_not_used_again(network: FakeNetwork, way: _Way) -> None:
+def test_a_slab_that_may_be_read_is_not_used_again(network: FakeNetwork, way: Way) -> None:
     staged = way.stage(random_bytes(10), COPIER)
     memory = staged.memory()  # The peer asks for the bytes.
     before = bytes(memory)
@@ -70,18 +72,18 @@ def test_a_slab_that_may_be_read_is_not_used_again(network: FakeNetwork, way: _W
 
 
 def test_a_slab_that_ends_is_unregistered_with_the_next_registration(
-    network: FakeNetwork, way: _Way
+    network: FakeNetwork, way: Way
 ) -> None:
     way.stage(random_bytes(10), COPIER)
     way.pool.trim()
     gc.collect()
     assert network.registered == 1
     kept = way.stage(random_bytes(10), COPIER)
-    assert number_of(kept) == 2
+    assert slab_of(kept) == 2
     assert network.registered == 1
 
 
-def test_memory_that_cannot_be_registered_comes_back(network: FakeNetwork, way: _Way) -> None:
+def test_memory_that_cannot_be_registered_comes_back(network: FakeNetwork, way: Way) -> None:
     network.refuses.add("register")
     with pytest.raises(TransportFailed, match="cannot register"):
         way.stage(random_bytes(10), COPIER)
@@ -91,7 +93,7 @@ def test_memory_that_cannot_be_registered_comes_back(network: FakeNetwork, way: 
 
 
 def test_a_received_buffer_keeps_its_slab_until_its_last_view_ends(
-    network: FakeNetwork, way: _Way
+    network: FakeNetwork, way: Way
 ) -> None:
     memory, own = way.lease(5000)
     view = torch.frombuffer(memory, dtype=torch.uint8)[10:]
@@ -104,7 +106,7 @@ def test_a_received_buffer_keeps_its_slab_until_its_last_view_ends(
     assert network.registered == 2
 
 
-def test_a_tensor_outlives_its_endpoint(network: FakeNetwork, way: _Way) -> None:
+def test_a_tensor_outlives_its_endpoint(network: FakeNetwork, way: Way) -> None:
     memory, own = way.lease(5000)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     tensor.fill_(7)

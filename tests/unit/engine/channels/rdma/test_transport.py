@@ -14,9 +14,10 @@ import pytest
 from tests.unit.engine.channels.fake_transport import FakeNetwork, random_bytes
 from torchweft import knobs
 from torchweft.engine.channels import rdma
-from torchweft.engine.channels.memory import Slab
-from torchweft.engine.channels.rdma import Endpoint, TransportFailed, own_obstacle
-from torchweft.errors import ConfigurationError
+from torchweft.engine.channels.channel import Entry
+from torchweft.engine.channels.memory import BufferPool
+from torchweft.engine.channels.rdma import SLAB, TransportFailed, Way, own_obstacle
+from torchweft.errors import ConfigurationError, ProtocolError
 
 LIMIT_S = 20.0
 
@@ -24,17 +25,22 @@ with knobs.RDMA.override("1"):
     _obstacle = own_obstacle()
 
 
-def _ends(backend: str) -> tuple[Endpoint, Endpoint]:
+def _way(network: FakeNetwork) -> Way:
+    return Way(network.open_transport(), BufferPool(1 << 24))
+
+
+def _ends(backend: str) -> tuple[Way, Way]:
     if backend == "real":
         if _obstacle:
             pytest.skip(f"no transport of PyTorch here: {_obstacle}")
-        return rdma.open_endpoint(), rdma.open_endpoint()
+        pools = BufferPool(1 << 24), BufferPool(1 << 24)
+        return Way(rdma.open_transport(), pools[0]), Way(rdma.open_transport(), pools[1])
     network = FakeNetwork()
-    return network.open_endpoint(), network.open_endpoint()
+    return _way(network), _way(network)
 
 
 @pytest.fixture(params=["fake", "real"])
-def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Endpoint, Endpoint]]:
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Way, Way]]:
     source, target = _ends(request.param)
     url = target.bind()
     target.connect(source.bind())
@@ -45,78 +51,66 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Endpoint, Endpoint]]:
     assert not rdma._unclosed
 
 
-def slab_of(content: memoryview) -> Slab:
-    slab = Slab(content.nbytes)
-    slab.memory[:] = content
-    return slab
-
-
-def read(ends: tuple[Endpoint, Endpoint], offered: bytes, size_bytes: int) -> memoryview:
+def read(ends: tuple[Way, Way], content: bytes, size_bytes: int) -> memoryview:
     """Reads into memory twice as large."""
     _, target = ends
-    slab = Slab(2 * size_bytes)
-    own = target.register(slab)
-    transfer = target.read(own, size_bytes, target.remote(offered), LIMIT_S)
+    memory, own = target.lease(2 * size_bytes)
+    memory[:] = bytes(2 * size_bytes)
+    transfer = target.read(Entry(6, size_bytes, content), own, LIMIT_S)
     end_s = time.monotonic() + LIMIT_S
     while not transfer.query():
         assert time.monotonic() < end_s
     transfer.check()
-    return slab.memory.data
+    return memory
 
 
 @pytest.mark.parametrize("size_bytes", [1, 4096, 1 << 20, 5_000_001])
-def test_the_start_of_memory_of_the_peer_is_read(
-    ends: tuple[Endpoint, Endpoint], size_bytes: int
-) -> None:
-    source = ends[0]
-    slab = slab_of(random_bytes(size_bytes + 100))
-    description = source.register(slab).description
-    assert read(ends, description, size_bytes)[:size_bytes] == slab.memory.data[:size_bytes]
-    slab.memory[:] = random_bytes(size_bytes + 100)
-    got = read(ends, description, size_bytes)
-    assert got[:size_bytes] == slab.memory.data[:size_bytes]
-    assert not any(got[size_bytes:])
+def test_the_start_of_memory_of_the_peer_is_read(ends: tuple[Way, Way], size_bytes: int) -> None:
+    memory, own = ends[0].lease(size_bytes + 100)
+    for _ in range(2):
+        memory[:] = random_bytes(size_bytes + 100)
+        got = read(ends, own.content, size_bytes)
+        assert got[:size_bytes] == memory[:size_bytes]
+        assert not any(got[size_bytes:])
 
 
-def test_more_than_the_peer_has_registered_is_not_read(ends: tuple[Endpoint, Endpoint]) -> None:
-    source = ends[0]
-    slab = slab_of(random_bytes(1000))
-    description = source.register(slab).description
+def test_more_than_the_peer_has_registered_is_not_read(ends: tuple[Way, Way]) -> None:
+    own = ends[0].lease(1000)[1]
+    with pytest.raises(ProtocolError, match="a slab which has"):
+        read(ends, own.content, 1 << 20)
+    larger = SLAB.pack(1 << 20) + own.content[SLAB.size :]
     with pytest.raises(TransportFailed, match="beginning a transfer failed"):
-        read(ends, description, 1001)
+        read(ends, larger, 1 << 20)
 
 
-def test_a_description_without_sense_is_refused(ends: tuple[Endpoint, Endpoint]) -> None:
+def test_a_description_without_sense_is_refused(ends: tuple[Way, Way]) -> None:
     with pytest.raises(TransportFailed, match="reading a description"):
-        read(ends, b"no description", 10)
+        read(ends, SLAB.pack(10) + b"no description", 10)
 
 
-def test_a_closed_end_registers_nothing(ends: tuple[Endpoint, Endpoint]) -> None:
+def test_a_closed_end_registers_nothing(ends: tuple[Way, Way]) -> None:
     ends[0].close(LIMIT_S)
     with pytest.raises(TransportFailed, match="closed"):
-        ends[0].register(Slab(10))
+        ends[0].lease(10)
 
 
 def test_a_transfer_that_failed_raises_its_error() -> None:
     network = FakeNetwork()
-    source, target = network.open_endpoint(), network.open_endpoint()
+    source, target = _way(network), _way(network)
     target.connect(source.bind())
-    slab = slab_of(random_bytes(10))
-    description = source.register(slab).description
+    content = source.lease(10)[1].content
     network.fails = True
     with pytest.raises(TransportFailed, match="RuntimeError: the cable is out"):
-        read((source, target), description, 10)
+        read((source, target), content, 10)
 
 
 def test_memory_of_a_transfer_that_does_not_end_is_kept() -> None:
     network = FakeNetwork()
-    source, target = network.open_endpoint(), network.open_endpoint()
+    source, target = _way(network), _way(network)
     target.connect(source.bind())
-    offered, into = slab_of(random_bytes(10)), Slab(10)
-    description = source.register(offered).description
-    own = target.register(into)
+    content, (_, own) = source.lease(10)[1].content, target.lease(10)
     network.stalls = True
-    target.read(own, 10, target.remote(description), 0.0)
+    target.read(Entry(6, 10, content), own, 0.0)
     target.close(0.0)
     target.close(0.0)
     [unclosed] = rdma._unclosed
