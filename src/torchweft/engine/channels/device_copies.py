@@ -2,8 +2,7 @@
 
 To the host (``Staging``), all copies of a message are enqueued before any is waited for, and only
 their end is waited for. A copy to pinned memory runs beside the CPU, at about twice the speed of a
-copy to other memory. The pinned memory is that of torch's cache, so it is made once. Small tensors
-of a message share one piece of it.
+copy to other memory. The pinned memory is that of torch's cache, so it is made once.
 
 A large buffer can be sent while it is copied. Its copy is cut into parts, and ``HostCopies.parts``
 returns each part when it is on the host.
@@ -41,15 +40,13 @@ from torch import Tensor
 from torchweft.engine.channels.memory import Budget, BufferPool, Bytes, address_of
 
 SMALL_BYTES = 64 << 10
-"""To the host, buffers up to this size share one piece of pinned memory. To a device, CUDA takes
-copies of this size from memory that is not page-locked at once, without a wait."""
+"""CUDA takes copies to a device of this size at once, from memory that is not page-locked."""
 LOCKED_FROM_BYTES = 1 << 20
 """Smaller copies to a device are not worth the page lock."""
 
 CUT_FROM_BYTES = 8 << 20
 PART_BYTES = 4 << 20
 
-_ALIGNMENT = 64
 _SLEEP_FROM_BYTES, _UPLOAD_SLEEPS_FROM_BYTES = 8 << 20, 16 << 20
 """Threads sleep, rather than poll, while they wait for copies of this size."""
 
@@ -282,10 +279,6 @@ class _Target(NamedTuple):
     memory: memoryview
     is_pinned: bool
 
-    def part(self, start: int, end: int) -> _Target:
-        """Returns a range of it."""
-        return _Target(self.tensor[start:end], self.memory[start:end], self.is_pinned)
-
 
 class Part(NamedTuple):
     """A range of a buffer in host memory: ``number`` is that of the buffer among others."""
@@ -368,7 +361,7 @@ class Staging:
             cut: Whether large buffers are copied in parts that can be used one by one.
         """
         sources = [_as_bytes(buffer) for buffer in buffers]
-        targets = self._targets([source.numel() for source in sources])
+        targets = [self._memory_for(source.numel()) for source in sources]
         parts: list[tuple[Part, Mark | None]] = []
         open_parts: dict[torch.device, list[Part]] = {}
         for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
@@ -398,18 +391,6 @@ class Staging:
             self._calls.copy(source[start:end], target[start:end])
             yield Part(number, start, end), self._calls.mark(source.device, sleeps=True)
 
-    def _targets(self, sizes: Sequence[int]) -> list[_Target]:
-        """Returns host memory for each size."""
-        small = self._memory_for(sum(_padded(size) for size in sizes if size <= SMALL_BYTES))
-        targets, position = [], 0
-        for size in sizes:
-            if size <= SMALL_BYTES:
-                targets.append(small.part(position, position + size))
-                position += _padded(size)
-            else:
-                targets.append(self._memory_for(size))
-        return targets
-
     def _memory_for(self, size_bytes: int) -> _Target:
         pinned = self._pinned(size_bytes) if size_bytes else None
         tensor = (
@@ -436,10 +417,6 @@ class Staging:
         exporter = tensor.numpy()
         self._locks.free_with(exporter, taken_bytes)
         return tensor, exporter
-
-
-def _padded(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _as_bytes(buffer: Tensor) -> Tensor:

@@ -11,9 +11,7 @@ slab would come back while a tensor still uses it. But all views keep the object
 watches it.
 
 Large memory is copied together with a helper thread if a core is free. The two threads take pieces
-in turn, so that neither waits long for a thread without a processor. The helper is kept off its
-caller's core: the scheduler tends to wake a thread on its waker's core, where the two would only
-alternate.
+in turn, so that neither waits long for a thread without a processor.
 
 If no core is free the helper does harm: it holds a piece while it waits for a processor. So the
 caller looks for a free core after it has copied the first piece alone. By then the thread that just
@@ -34,6 +32,7 @@ Rules of the file:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -449,9 +448,7 @@ class Copier:
     def __init__(self, name: str = "weft-copy") -> None:
         self._name = name
         self._shared_copy_bytes = max(knobs.SHARED_COPY_BYTES.get(), PIECE_BYTES)
-        self._cores = usable_cores()
-        self._may_share = len(self._cores) > 1
-        self._avoided_core = -1
+        self._may_share = len(usable_cores()) > 1
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._helper: threading.Thread | None = None
@@ -488,21 +485,14 @@ class Copier:
             helper.join()
 
     def _ready_helper(self) -> None:
-        """Starts the helper if there is none, and keeps it off the core that this thread is on."""
-        core = _current_core()
+        """Starts the helper if there is none."""
         with self._lock:
-            if not self._may_share:
-                return
-            if self._helper is None:
+            if self._may_share and self._helper is None:
                 helper = threading.Thread(target=self._help, name=self._name, daemon=True)
-                try:
+                # The system may have no room for a thread now: this one copies alone then.
+                with contextlib.suppress(RuntimeError):
                     helper.start()
-                except RuntimeError:
-                    return  # The system cannot start a thread now: this one copies alone.
-                self._helper = helper
-            if core != self._avoided_core:
-                self._avoided_core = core
-                _restrict(self._helper, self._cores - {core})
+                    self._helper = helper
 
     def _help(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -513,21 +503,6 @@ class Copier:
 def core_is_free() -> bool:
     """Whether fewer threads, this one included, want to run now than there are cores."""
     return 0 < running_threads() < (os.cpu_count() or 1)
-
-
-def _current_core() -> int:
-    """Returns the core that this thread is on, for now; -1 where the system does not say."""
-    return int(_libc.sched_getcpu()) if hasattr(_libc, "sched_getcpu") else -1
-
-
-def _restrict(thread: threading.Thread, cores: frozenset[int]) -> None:
-    """Restricts a thread to some cores, if the system allows it."""
-    if thread.native_id is None or not hasattr(os, "sched_setaffinity"):
-        return
-    try:
-        os.sched_setaffinity(thread.native_id, cores)
-    except OSError:
-        pass  # no such core, or not permitted: the helper is less useful then, but correct
 
 
 # How much memory is left

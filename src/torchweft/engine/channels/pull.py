@@ -83,18 +83,6 @@ def _error(code: int, pid: int, address: int, size_bytes: int) -> OSError:
     return OSError(code, text)
 
 
-class Nonce:
-    """Random bytes at a fixed address, for a peer to prove that it can read this process.
-
-    Keep it alive for as long as a peer may read it.
-    """
-
-    def __init__(self) -> None:
-        self.value = secrets.token_bytes(NONCE_BYTES)
-        self._memory = ctypes.create_string_buffer(self.value, NONCE_BYTES)
-        self.address = ctypes.addressof(self._memory)
-
-
 def find_obstacle(pid: int, address: int, expected: bytes) -> str:
     """Reads another process's nonce; returns why it cannot be pulled from, empty if it can.
 
@@ -123,12 +111,12 @@ class Pull(Channel):
     def __init__(self, home: Home) -> None:
         super().__init__(home)
         self.from_bytes = knobs.CMA_FROM_BYTES.get()
-        self._nonce = Nonce()
+        self._nonce = ctypes.create_string_buffer(secrets.token_bytes(NONCE_BYTES), NONCE_BYTES)
         self._pids: dict[int, int] = {}
         """The processes that are proven to be peers."""
 
     def describe(self) -> dict[str, object]:
-        return {"address": self._nonce.address, "nonce": self._nonce.value.hex()}
+        return {"address": ctypes.addressof(self._nonce), "nonce": self._nonce.raw.hex()}
 
     def accept(self, peer: Peer, meeting: Meeting) -> str:
         obstacle = _obstacle(meeting)

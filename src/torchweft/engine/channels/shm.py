@@ -51,7 +51,6 @@ from __future__ import annotations
 import bisect
 import ctypes
 import errno
-import fcntl
 import itertools
 import mmap
 import os
@@ -82,6 +81,7 @@ from torchweft.engine.channels.memory import (
     slab_size,
 )
 from torchweft.engine.codec.tensors import shared_ranges
+from torchweft.engine.io.ring import create_sealed, sealed_size
 from torchweft.errors import ConfigurationError, ProtocolError
 
 Words = npt.NDArray[np.uint64]
@@ -97,7 +97,6 @@ LOAN = struct.Struct("<QQ")
 
 AT_ONCE_BYTES = 1 << 20
 """Slabs up to this size are made at the first request."""
-_FEW_LOANS = 16  # Up to this number, checking them one by one is faster.
 _UNSEEN_BYTES = 32 << 20
 _UNSEEN_SHARE = 64
 _LOOK_S = 1.0
@@ -111,7 +110,6 @@ PROCESSES = Path("/proc")
 
 _MADV_REMOVE = 9
 _MADV_POPULATE_READ = 22
-_SEALS = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW
 _CREDENTIALS = struct.Struct("3i")
 _DEAD = ("Z", "X")
 
@@ -195,12 +193,8 @@ def create(size_bytes: int) -> tuple[int, Area]:
     Raises:
         OSError: The system has no such memory, or denies it to this process.
     """
-    if not hasattr(os, "memfd_create"):
-        raise OSError(errno.ENOSYS, "this system has no memfd_create")
-    descriptor = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = create_sealed("weft", SLABS_OFFSET + size_bytes)
     try:
-        os.ftruncate(descriptor, SLABS_OFFSET + size_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         area = Area(descriptor, SLABS_OFFSET + size_bytes)
     except BaseException:
         os.close(descriptor)
@@ -219,9 +213,7 @@ def attach(descriptor: int, nonce: bytes) -> Area:
     Raises:
         OSError: It cannot be mapped, or is not the memory that the other side described.
     """
-    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise OSError(errno.EPERM, "the memory is not sealed: it could be cut off under a reader")
-    size_bytes = os.fstat(descriptor).st_size
+    size_bytes = sealed_size(descriptor)
     if size_bytes <= SLABS_OFFSET:
         raise OSError(errno.EINVAL, f"{size_bytes} bytes are too few to hold anything")
     area = Area(descriptor, size_bytes)
@@ -385,7 +377,6 @@ class SharedPool:
         self._free_tickets: list[int] = []
         self._tickets_used = 0
         self._loans: dict[int, tuple[int, _Slab, Borrower]] = {}
-        self._words = self.area.words.data  # For single words this is faster than the array.
         self.shared: dict[int, _Slab] = {}
         self._owned = Exporters[_Slab]()
         self._is_closed = False
@@ -616,17 +607,11 @@ class SharedPool:
 
     def _collect(self) -> None:
         """Takes back all slabs that have become free."""
-        if len(self._loans) <= _FEW_LOANS:
-            words = self._words
-            for ticket, loan in list(self._loans.items()):
-                if words[ticket] == loan[0]:
-                    self._end(ticket)
-        else:
-            used = self._tickets_used
-            tags = self._tags[:used]
-            ended = np.flatnonzero((self.area.words[:used] == tags) & (tags != 0))
-            for ticket in ended.tolist():
-                self._end(ticket)
+        used = self._tickets_used
+        tags = self._tags[:used]
+        ended = np.flatnonzero((self.area.words[:used] == tags) & (tags != 0))
+        for ticket in ended.tolist():
+            self._end(ticket)
         if self._owned.ended:
             for slab in self._owned.take_ended():
                 slab.is_owned = False

@@ -320,40 +320,16 @@ def _pickled(
     return Packed(buffer.getvalue(), outside.tensors, outside.externals)
 
 
-class _NamePickler:
-    """Pickle's own pickler, in C, for one pickle after the other: making one takes a third."""
-
-    def __init__(self) -> None:
-        self.buffer, self.outside = io.BytesIO(), _Outside()
-        self.pickler = pickle.Pickler(self.buffer, _PROTOCOL)
-        self.pickler.dispatch_table = self.outside
-
-    def pack(self, value: object) -> Packed:
-        """Pickles a value; after an error the pickler is of no use."""
-        outside = self.outside
-        try:
-            self.pickler.dump(value)
-            packed = Packed(self.buffer.getvalue(), outside.tensors, outside.externals)
-        finally:
-            outside.clear()  # Its reducers refer to it, and with it to what was taken out.
-        outside.tensors, outside.externals = [], []
-        self.pickler.clear_memo()
-        self.buffer.seek(0)
-        self.buffer.truncate()
-        return packed
-
-
-_idle_picklers: list[_NamePickler] = []
-
-
 def _pickled_by_name(value: object) -> Packed:
+    """Pickles a value with pickle's own pickler, in C; raises an error where that cannot."""
+    buffer, outside = io.BytesIO(), _Outside()
+    pickler = pickle.Pickler(buffer, _PROTOCOL)
+    pickler.dispatch_table = outside
     try:
-        pickler = _idle_picklers.pop()
-    except IndexError:  # Others use all, also this thread: a value's reducer may pack another one.
-        pickler = _NamePickler()
-    packed = pickler.pack(value)
-    _idle_picklers.append(pickler)
-    return packed
+        pickler.dump(value)
+    finally:
+        outside.clear()  # Its reducers refer to it, and with it to what was taken out.
+    return Packed(buffer.getvalue(), outside.tensors, outside.externals)
 
 
 def _has_name(value: object, name: bytes) -> bool:

@@ -41,13 +41,17 @@ class Ring(NamedTuple):
     is_first: bool
 
 
-def _create() -> int:
-    """Returns the descriptor of new memory; raises OSError where the system refuses that."""
+def create_sealed(name: str, size_bytes: int) -> int:
+    """Returns the descriptor of new memory to hand over, whose size nobody can change.
+
+    Raises:
+        OSError: The system has no such memory, or denies it to this process.
+    """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
-    descriptor = os.memfd_create("weft-ring", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(descriptor, MEMORY_BYTES)
+        os.ftruncate(descriptor, size_bytes)
         fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(descriptor)
@@ -55,11 +59,16 @@ def _create() -> int:
     return descriptor
 
 
-def _map(descriptor: int, *, is_first: bool) -> Ring:
-    """Maps memory; raises OSError if it is no ring's."""
+def sealed_size(descriptor: int) -> int:
+    """Returns the size of memory that a peer has handed over; raises OSError if it may change."""
     if fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS != _SEALS:
         raise OSError(errno.EPERM, "the memory is not sealed: it could be cut off under a reader")
-    if os.fstat(descriptor).st_size != MEMORY_BYTES:
+    return os.fstat(descriptor).st_size
+
+
+def _map(descriptor: int, *, is_first: bool) -> Ring:
+    """Maps memory; raises OSError if it is no ring's."""
+    if sealed_size(descriptor) != MEMORY_BYTES:
         raise OSError(errno.EINVAL, "the memory of a ring has another size")
     if sys.version_info >= (3, 13):
         return Ring(mmap.mmap(descriptor, MEMORY_BYTES, trackfd=False), is_first)
@@ -73,7 +82,7 @@ def offer(*, is_wanted: bool) -> Iterator[tuple[Ring | None, Sequence[int]]]:
     descriptor = -1
     with contextlib.suppress(OSError, ValueError):
         if is_wanted:
-            descriptor = _create()
+            descriptor = create_sealed("weft-ring", MEMORY_BYTES)
             made = _map(descriptor, is_first=True), (descriptor,)
     try:
         yield made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -21,7 +22,7 @@ from torchweft import knobs
 from torchweft.engine.channels import rdma
 from torchweft.engine.channels.channel import Meeting
 from torchweft.engine.channels.channels import Channels, close_all, read_description
-from torchweft.engine.channels.pull import Nonce, Pull, find_obstacle
+from torchweft.engine.channels.pull import NONCE_BYTES, Pull, find_obstacle
 from torchweft.engine.channels.rdma import Rdma
 from torchweft.engine.channels.shm import SharedMemory
 from torchweft.engine.io.handshake import Greeting, Handshake, NotProven
@@ -37,8 +38,9 @@ from torchweft.secret import Secret
 
 MIB = 1 << 20
 
-_nonce = Nonce()
-_obstacle = find_obstacle(os.getpid(), _nonce.address, _nonce.value)
+_nonce = ctypes.create_string_buffer(b"a nonce of a peer"[:NONCE_BYTES], NONCE_BYTES)
+_ADDRESS = ctypes.addressof(_nonce)
+_obstacle = find_obstacle(os.getpid(), _ADDRESS, _nonce.raw)
 needs_cma = pytest.mark.skipif(bool(_obstacle), reason=f"no cma here: {_obstacle}")
 
 
@@ -116,7 +118,7 @@ def test_a_channel_that_the_peer_does_not_know_has_an_obstacle(
 
 def meeting(told: dict[str, object] | None = None, **there: Any) -> Meeting:
     facts = read_facts()
-    told = {"address": _nonce.address, "nonce": _nonce.value.hex()} if told is None else told
+    told = {"address": _ADDRESS, "nonce": _nonce.raw.hex()} if told is None else told
     return Meeting(facts, dataclasses.replace(facts, **there), told)
 
 
@@ -148,7 +150,7 @@ def test_facts_unknown_on_both_sides_are_not_equal(peer: SomePeer) -> None:
 
 
 def test_the_proof_decides(peer: SomePeer) -> None:
-    told = {"address": _nonce.address, "nonce": _nonce.value.hex()}
+    told = {"address": _ADDRESS, "nonce": _nonce.raw.hex()}
     pull = Pull(make_home())
     for each in (
         meeting(told | {"nonce": "00" * 16}),

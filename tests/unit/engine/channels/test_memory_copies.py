@@ -12,7 +12,6 @@ from tests.thread_limits import no_new_threads
 from torchweft import knobs, probe
 from torchweft.engine.channels import memory as copying
 from torchweft.engine.channels.memory import PIECE_BYTES, Copier, address_of
-from torchweft.probe import usable_cores
 
 SIZE = 4 * PIECE_BYTES + 3
 PATTERN = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
@@ -105,20 +104,6 @@ def test_a_core_is_free_where_fewer_threads_run_than_there_are_cores(
     for running, is_free in [(1, True), (2, True), (3, False), (12, False)]:
         (tmp_path / "loadavg").write_text(f"0.5 0.4 0.3 {running}/345 6789\n")
         assert copying.core_is_free() is is_free
-
-
-@pytest.mark.skipif(len(usable_cores()) < 2, reason="there is one core")
-def test_the_helper_is_kept_off_its_caller_s_core(copy: Copy) -> None:
-    cores = os.sched_getaffinity(0)
-    try:
-        for core in sorted(cores)[:2]:
-            os.sched_setaffinity(0, {core})
-            copy(memory())
-            [helper] = [each for each in threading.enumerate() if each.name == NAME]
-            assert helper.native_id is not None
-            assert os.sched_getaffinity(helper.native_id) == cores - {core}
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def test_a_closed_copier_copies_alone(copy: Copy, copier: Copier) -> None:

@@ -11,15 +11,16 @@ import pytest
 from tests.unit.engine.channels.processes import dead_pid, forked
 from torchweft.engine.channels import pull as copying
 from torchweft.engine.channels.memory import address_of
-from torchweft.engine.channels.pull import NONCE_BYTES, Nonce, find_obstacle, pull
+from torchweft.engine.channels.pull import NONCE_BYTES, find_obstacle, pull
 
 PAGE = mmap.PAGESIZE
 SIZE = (8 << 20) + 3
 PATTERN = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
 PROT_NONE = 0
 
-_nonce = Nonce()
-_obstacle = find_obstacle(os.getpid(), _nonce.address, _nonce.value)
+_nonce = ctypes.create_string_buffer(b"a nonce of a peer"[:NONCE_BYTES], NONCE_BYTES)
+_ADDRESS = ctypes.addressof(_nonce)
+_obstacle = find_obstacle(os.getpid(), _ADDRESS, _nonce.raw)
 pytestmark = pytest.mark.skipif(bool(_obstacle), reason=f"no cma here: {_obstacle}")
 
 
@@ -61,7 +62,7 @@ def test_pull_copies_another_process_s_memory(source: Source, size_bytes: int) -
 
 def test_a_dead_process_is_gone() -> None:
     with pytest.raises(OSError, match="no such process"):
-        pull(dead_pid(), _nonce.address, memoryview(bytearray(8)))
+        pull(dead_pid(), _ADDRESS, memoryview(bytearray(8)))
 
 
 def test_an_unmapped_address_is_invalid(source: Source) -> None:
@@ -92,7 +93,7 @@ def test_reads_may_be_partial(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_system_call_every_pull_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "unavailable", "no such function")
     with pytest.raises(OSError, match="has no such call"):
-        pull(os.getpid(), _nonce.address, memoryview(bytearray(8)))
+        pull(os.getpid(), _ADDRESS, memoryview(bytearray(8)))
 
 
 def test_address_of_takes_memory_that_may_be_read_only() -> None:
@@ -108,4 +109,3 @@ def test_a_nonce_proves_who_is_read(source: Source) -> None:
     assert find_obstacle(source.pid, source.address, PATTERN[:NONCE_BYTES]) == ""
     assert "other contents" in find_obstacle(os.getpid(), source.address, PATTERN[:16])
     assert "nothing is mapped" in find_obstacle(source.pid, 0x10, PATTERN[:16])
-    assert Nonce().value != Nonce().value

@@ -11,7 +11,6 @@ from tests.unit.engine.channels.fake_gpu import UNTOUCHED, FakeGpu
 from torchweft.engine.channels.device_copies import (
     CUT_FROM_BYTES,
     PART_BYTES,
-    SMALL_BYTES,
     PageLocks,
     Part,
     Staging,
@@ -46,14 +45,6 @@ def test_all_copies_are_enqueued_before_one_wait(gpu: FakeGpu, staging: Staging)
         "mark"
     ]
     assert gpu.waits == 1
-
-
-def test_small_tensors_share_one_piece_of_memory(gpu: FakeGpu, staging: Staging) -> None:
-    sent = [noise(SMALL_BYTES), noise(1), noise(100)]
-    memories = staging.to_host(sent)
-    assert [bytes(memory) for memory in memories] == [bytes_of(tensor) for tensor in sent]
-    assert gpu.log[0] == f"pinned {SMALL_BYTES + 64 + 128}"
-    assert sum("pinned" in entry for entry in gpu.log) == 1
 
 
 @pytest.mark.parametrize(
