@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,20 +15,13 @@ from torch.futures import Future as PlainFuture
 
 from tests.unit.engine.worker.group import wait_until
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
-from torchweft import knobs
 from torchweft.engine.worker.calls import PendingCall
-from torchweft.errors import CallCancelled, QueueFull, SerializationError
+from torchweft.errors import SerializationError
 from torchweft.rpc import calls, observed
 from torchweft.rpc.functions import async_execution
 
 scale = 10
 _seen: list[Any] = []
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with pair_of(4, request.param) as made:
-        yield made
 
 
 @pytest.fixture
@@ -194,19 +184,6 @@ def test_functions_whose_result_comes_later(local: Pair) -> None:
         assert local.sync(later, 1) == 3
 
 
-def test_classes_and_their_objects(local: Pair) -> None:
-    class Local:
-        def __init__(self, value: int) -> None:
-            self.value = value
-
-        def double(self) -> int:
-            return self.value * 2
-
-    for value in range(3):
-        assert local.sync(Local(value).double) == value * 2
-        assert local.sync(lambda each: each.double(), Local(value)) == value * 2
-
-
 # Errors
 
 
@@ -238,90 +215,8 @@ def test_a_module_that_the_callee_lacks_is_its_answer(
     assert local.sync(function) == "only_there"
 
 
-# Many threads, losses
-
-
-def test_many_threads(local: Pair) -> None:
-    functions = [made(number) for number in range(12)]
-    failures: list[object] = []
-
-    def work(seed: int) -> None:
-        chosen = random.Random(seed)
-        for _ in range(60):
-            number, x = chosen.randrange(12), chosen.randrange(100)
-            way = chosen.choice((local.sync, lambda *args: local.start(*args).wait()))
-            result = way(functions[number], x)
-            other = local.sync(apply, functions[number], x)
-            if not result == other == (x, number):
-                failures.append((result, other, x, number))
-
-    with ThreadPoolExecutor(6) as threads:
-        list(threads.map(work, range(6)))
-    assert not failures
-
-
-def test_many_functions_that_wait(local: Pair) -> None:
-    gate = threading.Event()
-    _seen[:] = [gate]
-    held = [local.start(_wait_for_gate) for _ in range(4)]  # All threads of the callee.
-    waiting = [local.start(made(number), number) for number in range(30)]
-    wait_until(lambda: len(local.callee.agent.reactor.tasks) >= 30)
-    gate.set()
-    assert [future.wait() for future in waiting] == [(number, number) for number in range(30)]
-    for future in held:
-        future.wait()
-
-
 def _wait_for_gate() -> None:
     assert _seen[0].wait(LIMIT_S)
-
-
-def test_before_the_first_connection(pair: Pair) -> None:
-    assert pair.peer.link is None
-    futures = [pair.start(made(number % 3), number) for number in range(12)]
-    assert [future.wait() for future in futures] == [(number, number % 3) for number in range(12)]
-
-
-def test_a_call_that_is_given_up_before_the_first_connection(pair: Pair) -> None:
-    with pair.peer.dial_lock:  # No connection yet.
-        given_up = pair.start(made("a"), 1)
-        other = pair.start(made("a"), 2)
-        assert given_up.cancel()
-    with pytest.raises(CallCancelled):
-        given_up.wait()
-    assert other.wait() == (2, "a")
-    assert pair.sync(made("a"), 3) == (3, "a")
-
-
-def test_sessions_that_are_cut_go_on() -> None:
-    with pair_of(4, "tcp") as pair:
-        functions = [made(number) for number in range(8)]
-        pair.sync(len, [])
-        for number in range(24):
-            futures = [pair.start(functions[(number + each) % 8], each) for each in range(5)]
-            link: Any = pair.peer.link
-            with contextlib.suppress(OSError):
-                link._socket.shutdown(2)
-            results = [future.wait() for future in futures]
-            assert results == [(each, (number + each) % 8) for each in range(5)]
-
-
-def test_a_full_queue_counts_the_code_of_waiting_calls() -> None:
-    size = 20_000
-    with knobs.QUEUE_LIMIT_BYTES.override(5 * size + 5000), pair_of(2) as pair:
-        gate = threading.Event()
-        _seen[:] = [gate]
-        held = [pair.start(_wait_for_gate) for _ in range(2)]
-        wait_until(lambda: len(pair.callee.agent.reactor.tasks) == 0)
-        waiting = [pair.start(made(f"{number}" * size)) for number in range(8)]
-        wait_until(lambda: sum(future.done() for future in waiting) == 3)
-        gate.set()
-        for future in waiting[5:]:
-            with pytest.raises(QueueFull):
-                future.wait()
-        for future in (*waiting[:5], *held):
-            future.wait()
-        assert pair.sync(made("after")) == (0, "after")
 
 
 # What is known of a function

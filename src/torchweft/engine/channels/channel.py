@@ -50,7 +50,6 @@ Copies = HostCopies | None
 
 _LOOKS_S = 500e-6
 """Seconds a thread looks before it sleeps: a GPU that processes share takes 200 us to change."""
-_SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
 
 
@@ -279,31 +278,20 @@ class Home:
             WeftError: The peer is lost, or this worker has shut down.
         """
         began_s, missing = time.monotonic(), list(events)
-
-        def are_there() -> bool:
-            while missing and missing[-1].query():
-                missing.pop()
-            return not missing
-
-        def elapsed_s() -> float:
-            """Returns the time so far; raises instead if the wait is in vain."""
-            if peer.is_over:
-                raise peer.lost_error()
-            self.check_open()
-            so_far_s = time.monotonic() - began_s
-            if so_far_s > limit_s:
-                raise NotInTime(f"a tensor is not there after {so_far_s:.1f} s")
-            return so_far_s
-
-        while not are_there():
-            if elapsed_s() > _LOOKS_S:
-                break
-            time.sleep(0)  # Other threads get the interpreter lock.
-        else:
-            return
         with self.waiting(peer):
-            while not are_there():
-                time.sleep(min(max(elapsed_s() / 16, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
+            while missing:
+                if missing[-1].query():
+                    missing.pop()
+                    continue
+                if peer.is_over:
+                    raise peer.lost_error()
+                self.check_open()
+                elapsed_s = time.monotonic() - began_s
+                if elapsed_s > limit_s:
+                    raise NotInTime(f"a tensor is not there after {elapsed_s:.1f} s")
+                # At first, other threads get the interpreter lock, and nothing more.
+                pause_s = min(elapsed_s / 16, _LONGEST_SLEEP_S)
+                time.sleep(pause_s if elapsed_s > _LOOKS_S else 0)
 
 
 class Channel:

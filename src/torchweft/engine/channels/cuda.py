@@ -35,7 +35,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -391,11 +391,13 @@ class Imports:
     """The device memory of one peer. Thread-safe.
 
     Args:
+        home: What the channel needs of its worker.
         driver: Maps and copies.
-        peer: Name of the peer, for messages.
+        peer: The peer.
     """
 
-    def __init__(self, driver: Driver, peer: str) -> None:
+    def __init__(self, home: Home, driver: Driver, peer: Peer) -> None:
+        self._home = home
         self._driver = driver
         self._peer = peer
         self._lock = threading.RLock()
@@ -407,7 +409,7 @@ class Imports:
         places: Sequence[Place],
         sizes: Sequence[int],
         devices: Sequence[int],
-        await_events: Callable[[list[Any]], None],
+        limit_s: float,
     ) -> list[Tensor]:
         """Copies memory of the peer to devices of this worker. Blocks until the copies are done.
 
@@ -415,7 +417,7 @@ class Imports:
             places: Where the memory is at the peer.
             sizes: Its sizes in bytes.
             devices: The devices of the copies here.
-            await_events: Called with the events to wait for.
+            limit_s: How long to wait for the contents.
 
         Raises:
             CannotGet: This process cannot read the memory, or no longer can.
@@ -425,7 +427,8 @@ class Imports:
         placed = list(zip(places, devices, strict=True))
         events = {each.event: (each, device) for each, device in placed if each.event != READY}
         if events:
-            await_events([self._event(*each) for each in events.values()])
+            found = [self._event(*each) for each in events.values()]
+            self._home.wait_for(self._peer, found, limit_s)
         used: list[_Mapping] = []
         sources: list[Tensor] = []
         try:
@@ -483,7 +486,7 @@ class Imports:
                     memory = self._driver.view(address, self._driver.allocation_at(address)[1])
                 except (DriverError, RuntimeError) as error:
                     raise CannotGet(
-                        f"device memory of {self._peer} cannot be mapped: {error}"
+                        f"device memory of worker {self._peer.name!r} cannot be mapped: {error}"
                     ) from None
                 mapping = self._mappings[key] = _Mapping(address, device, memory)
             mapping.users += 1
@@ -496,15 +499,17 @@ class Imports:
                 try:
                     event = self._driver.open_event(place.work, device)
                 except RuntimeError as error:
-                    raise CannotGet(f"an event of {self._peer} cannot be opened: {error}") from None
+                    raise CannotGet(
+                        f"an event of worker {self._peer.name!r} cannot be opened: {error}"
+                    ) from None
                 self._events[place.event] = event
             return event
 
     def _range(self, mapping: _Mapping, offset: int, size_bytes: int) -> Tensor:
         if offset + size_bytes > mapping.memory.numel():
             raise ProtocolError(
-                f"{self._peer} offers {size_bytes} bytes at {offset} of an allocation "
-                f"of {mapping.memory.numel()} bytes"
+                f"worker {self._peer.name!r} offers {size_bytes} bytes at {offset} of an "
+                f"allocation of {mapping.memory.numel()} bytes"
             )
         return mapping.memory.narrow(0, offset, size_bytes)
 
@@ -597,12 +602,7 @@ class CudaIpc(Channel):
         sizes = [entry.size_bytes for entry in entries]
         devices = [_index(entry.device) for entry in entries]
         try:
-            return imports.pull(
-                places,
-                sizes,
-                devices,
-                lambda events: self._home.wait_for(peer, events, self._stall_s),
-            )
+            return imports.pull(places, sizes, devices, self._stall_s)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(self._home.name, peer, sum(sizes), error) from None
 
@@ -612,7 +612,7 @@ class CudaIpc(Channel):
         with self._lock:
             imports = self._imports.get(peer.id)
             if imports is None:
-                imports = self._imports[peer.id] = Imports(self._driver, f"worker {peer.name!r}")
+                imports = self._imports[peer.id] = Imports(self._home, self._driver, peer)
             return imports
 
     # Housekeeping

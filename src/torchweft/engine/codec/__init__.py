@@ -13,7 +13,6 @@ import torch.
 ``tensors``         tensors to descriptions and their memory, and back without a copy
 ``values``          values of a closed list of kinds to bytes without pickle, and back within bounds
 ``reading``         how a worker reads messages: anything, allowed names only, or plain values
-``unpickling``      pickles that name only what an allow-list admits
 ``registry``        the names that a message may follow on every worker, or on a strict one
 ``exceptions``      errors, with their cause and the remote traceback
 ``tracebacks``      the frames of the program alone, for each worker once

@@ -20,8 +20,8 @@ from __future__ import annotations
 import builtins
 import functools
 import types
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -42,6 +42,8 @@ from torchweft.engine.codec.tracebacks import (
 from torchweft.engine.codec.values import limit_of_repetition
 from torchweft.engine.threads.interrupts import is_of_handler
 from torchweft.errors import ProtocolError, RemoteError, WeftError
+
+T = TypeVar("T")
 
 _CHAIN_LIMIT = 64
 """How many errors deep an error may be, by causes, contexts and members of groups."""
@@ -206,20 +208,36 @@ def _as_raised(error: BaseException) -> BaseException:
 
 def copy_as(kind: Any, error: BaseException) -> BaseException:
     """Returns an equal error of ``kind``, of the same layout; itself if it cannot be copied."""
-    try:
-        arguments, attributes = _state(error)
-        native = _class_of(kind).native
-        copy: BaseException = native.__new__(kind, *arguments)
-        native.__init__(copy, *arguments)
-        for name, value in attributes.items():
-            _assign(copy, name, list(value) if name == _NOTES else value)
-    except Exception as failure:
-        if is_of_handler(failure):
-            raise
-        return error
+    copy = _attempt(_copied, kind, error)
+    return error if copy is None else copy
+
+
+def _copied(kind: Any, error: BaseException) -> BaseException:
+    arguments, attributes = _state(error)
+    copy = _new(kind, arguments)
+    for name, value in attributes.items():
+        _assign(copy, name, list(value) if name == _NOTES else value)
     for name in ("__cause__", "__context__", "__suppress_context__"):
         _assign(copy, name, getattr(error, name))
     return copy
+
+
+def _new(kind: Any, arguments: Sequence[Any]) -> BaseException:
+    """Makes an error without the constructor of its type."""
+    native = _class_of(kind).native
+    made: BaseException = native.__new__(kind, *arguments)
+    native.__init__(made, *arguments)
+    return made
+
+
+def _attempt(make: Callable[..., T], *args: Any) -> T | None:
+    """Returns what a function returns; None if it raises an error."""
+    try:
+        return make(*args)
+    except Exception as failure:
+        if is_of_handler(failure):
+            raise
+        return None
 
 
 class _Packer:
@@ -349,55 +367,34 @@ class _Rebuilder:
         return error
 
     def _exact(self, record: _Record) -> BaseException | None:
-        try:
-            kind: Any = self._find(*record.name) if record.name else self._open(record.kind)
-            if not _is_exception_type(kind):
-                return None
-            error = self._from_whole(record, kind) or self._from_parts(record, kind)
-        except Exception as failure:
-            if is_of_handler(failure):
-                raise
+        name = record.name
+        kind = _attempt(self._find, *name) if name else _attempt(self._open, record.kind)
+        if not _is_exception_type(kind):
             return None
+        error: Any = None if record.whole is None else _attempt(self._open, record.whole)
+        if type(error) is not kind:
+            error = _attempt(self._from_parts, record, kind)
         is_right = isinstance(error, (Exception, *GROUPS))
         return error if is_right else None
 
-    def _from_whole(self, record: _Record, kind: type) -> BaseException | None:
-        if record.whole is None:
-            return None
-        try:
-            error = self._open(record.whole)
-        except Exception as failure:
-            if is_of_handler(failure):
-                raise
-            return None
-        return error if isinstance(error, BaseException) and type(error) is kind else None
-
     def _from_parts(self, record: _Record, kind: Any) -> BaseException:
-        native = _class_of(kind).native
         if record.members:
             members = [self._once(number) for number in record.members]
             if self._size_of(record.members) > _ERRORS_LIMIT:
                 raise ValueError(f"a group has more than {_ERRORS_LIMIT} errors")
-            group: BaseException = native.__new__(kind, record.text, members)
+            group: BaseException = _class_of(kind).native.__new__(kind, record.text, members)
             return group
-        arguments = [self._open(blob) for blob in record.arguments]
-        error: BaseException = native.__new__(kind, *arguments)
-        native.__init__(error, *arguments)
-        return error
+        return _new(kind, [self._open(blob) for blob in record.arguments])
 
     def _nearest(self, record: _Record) -> BaseException | None:
         text = f"{record.text} [{record.type_name} on worker {self._worker!r}]"
         for module, name in record.bases:
-            try:
-                base: Any = self._find(module, name)
-                if base is Exception:
-                    return None  # RemoteError is an Exception too, and says more.
-                if _is_exception_type(base):
-                    error = base(text)
-                    return error if isinstance(error, Exception) else None
-            except Exception as failure:
-                if is_of_handler(failure):
-                    raise
+            base: Any = _attempt(self._find, module, name)
+            if base is Exception:
+                return None  # RemoteError is an Exception too, and says more.
+            error = _attempt(base, text) if _is_exception_type(base) else None
+            if isinstance(error, Exception):
+                return error
         return None
 
     def _set(self, error: BaseException, name: str, blob: Any) -> None:
@@ -515,13 +512,8 @@ def as_runtime_error(error: BaseException) -> BaseException:
     """
     if isinstance(error, RuntimeError) or not isinstance(error, Exception):
         return error
-    try:
-        kind: Any = type(error)
-        return copy_as(_both(kind), error)
-    except Exception as failure:
-        if is_of_handler(failure):
-            raise
-        return error
+    both = _attempt(_both, type(error))
+    return error if both is None else copy_as(both, error)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -34,9 +34,8 @@ from typing import Any, cast
 from torchweft.closing import Closing
 from torchweft.engine.io.secure.options import PROTOCOL, TlsOptions, check_name, names_of
 from torchweft.engine.wire.frames import Buffer
-from torchweft.errors import NotSupported, TlsError
+from torchweft.errors import TlsError
 
-_DONTWAIT = socket.MSG_DONTWAIT
 _RECORD_BYTES = 16 << 10
 _ACCEPTED = b"\1"
 
@@ -65,21 +64,21 @@ class SecureConnection(Closing):
 
     # Writing
 
-    def send(self, data: Buffer, flags: int = 0) -> int:
-        """Encrypts and sends; returns how many bytes are out."""
-        return self.sendmsg((data,), (), flags)
-
     def sendmsg(
         self, parts: Iterable[Buffer], ancillary: Sequence[Any] = (), flags: int = 0
     ) -> int:
-        """Like ``send``, for several byte buffers in order.
+        """Encrypts and sends byte buffers, in order; returns how many bytes are out.
+
+        Args:
+            parts: The buffers.
+            ancillary: Is left out.
+            flags: ``MSG_DONTWAIT``, or 0; so for all calls.
 
         Raises:
             BlockingIOError: Nothing could be sent without waiting.
             TimeoutError: Nothing could be sent within the timeout.
             ConnectionError: The connection has ended.
         """
-        _check(flags, ancillary)
         deadline_s = self._deadline_s(flags)
         sent = 0
         with self._writing:
@@ -94,7 +93,6 @@ class SecureConnection(Closing):
 
     def sendall(self, data: Buffer, flags: int = 0) -> None:
         """Sends all of ``data``; the timeout bounds the whole call."""
-        _check(flags)
         with self._writing:
             if self._write(memoryview(data), self._deadline_s(flags)) < len(data):
                 raise self._nothing_done(flags)
@@ -141,11 +139,9 @@ class SecureConnection(Closing):
         self, buffers: Iterable[Buffer], ancillary_size: int = 0, flags: int = 0
     ) -> tuple[int, list[Any], int, None]:
         """Like ``recv_into``, into several buffers in order."""
-        _check(0, ancillary_size)
         return self._receive([memoryview(buffer) for buffer in buffers], flags), [], 0, None
 
     def _receive(self, spaces: Sequence[memoryview], flags: int) -> int:
-        _check(flags)
         deadline_s = min(self._deadline_s(flags), time.monotonic() + self._tick_s)
         total = 0
         for space in spaces:
@@ -254,14 +250,11 @@ class SecureConnection(Closing):
     # The end
 
     def shutdown(self, how: int) -> None:
-        """Ends the connection both ways; readers and writers notice at once. Never waits.
+        """Ends the connection, always both ways; readers and writers notice at once. Never waits.
 
         Raises:
-            NotSupported: ``how`` is not ``SHUT_RDWR``.
             OSError: It is not connected any more.
         """
-        if how != socket.SHUT_RDWR:
-            raise NotSupported("a TLS connection ends both ways at once: shutdown(SHUT_RDWR)")
         self._say_farewell()
         self._socket.shutdown(how)
 
@@ -277,14 +270,6 @@ class SecureConnection(Closing):
         # and the peer has not received everything.
         with self._lock, contextlib.suppress(OSError, ValueError):
             self._tls.unwrap()
-
-
-def _check(flags: int, ancillary: object = None) -> None:
-    if flags & ~_DONTWAIT or ancillary:
-        raise NotSupported(
-            f"a TLS connection takes no flags but MSG_DONTWAIT (it was given {flags}), "
-            "and nothing beside the bytes"
-        )
 
 
 def _pieces(parts: Iterable[Buffer]) -> Iterator[Buffer]:

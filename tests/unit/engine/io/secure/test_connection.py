@@ -23,7 +23,6 @@ from torchweft.engine.io.link import Link, LinkClosed
 from torchweft.engine.io.secure import SecureConnection, TlsOptions, secure_server
 from torchweft.engine.io.secure.connection import _RECORD_BYTES, CUT_OFF, _pieces
 from torchweft.engine.wire.frames import Buffer, Frame, FrameParser, encode_frame
-from torchweft.errors import NotSupported
 
 DONTWAIT = socket.MSG_DONTWAIT
 BIG_BYTES = 3 << 20
@@ -95,7 +94,7 @@ def fill(end: SecureConnection, data: Buffer) -> int:
     sent = 0
     with contextlib.suppress(BlockingIOError):
         while sent < len(data):
-            sent += end.send(memoryview(data)[sent:], DONTWAIT)
+            sent += end.sendmsg((memoryview(data)[sent:],), (), DONTWAIT)
     return sent
 
 
@@ -385,7 +384,7 @@ def test_nothing_can_be_sent_after_the_farewell(pair: Pair) -> None:
     client, server = pair
     client.shutdown(socket.SHUT_RDWR)
     with pytest.raises(ConnectionError):
-        client.send(b"one more thing")
+        client.sendall(b"one more thing")
     assert server.recv(1) == b""
 
 
@@ -393,30 +392,6 @@ def test_closing_twice_is_harmless(pair: Pair) -> None:
     pair[0].close()
     pair[0].close()
     assert pair[0].fileno() == -1
-
-
-# Unsupported operations
-
-
-def test_half_a_connection_cannot_be_ended(pair: Pair) -> None:
-    with pytest.raises(NotSupported, match="SHUT_RDWR"):
-        pair[0].shutdown(socket.SHUT_WR)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda end: end.recv(1, socket.MSG_PEEK),
-        lambda end: end.recvmsg_into([bytearray(1)], 100),
-        lambda end: end.send(b"x", socket.MSG_OOB),
-        lambda end: end.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"")]),
-    ],
-)
-def test_what_only_a_socket_can_do_is_refused(
-    pair: Pair, use: Callable[[SecureConnection], object]
-) -> None:
-    with pytest.raises(NotSupported, match="no flags but MSG_DONTWAIT"):
-        use(pair[0])
 
 
 def test_it_is_no_way_around_tls(pair: Pair) -> None:
