@@ -33,7 +33,7 @@ from torchweft.embedding import (
     Wire,
     plan_tables,
 )
-from torchweft.embedding.lookup import Looked, prepare
+from torchweft.embedding.requests import TableIds, prepare
 from torchweft.errors import ConfigurationError
 from torchweft.launch import Nursery
 
@@ -69,10 +69,10 @@ def push_to_all(tables: Tables, optimizer: Any) -> None:
     """Makes a step that adds 1 to each value, so that a row tells its version."""
     optimizer.zero_grad()
     # Beside the cache: a lookup of its own would make all rows young.
-    flats = tables.lookups.flats({"words": torch.arange(ROWS)})
+    flats = tables.reader.flats({"words": torch.arange(ROWS)})
     pushes: Any = {}
-    for number, router in enumerate(tables.lookups._routers):
-        (each,) = prepare(number, router, [Looked(0, router.stack.members[0], flats["words"])])
+    for number, router in enumerate(tables.reader._routers):
+        (each,) = prepare(number, router, [TableIds(0, router.stack.members[0], flats["words"])])
         for server, part in each.pushes(-torch.ones(ROWS, 4, dtype=torch.float64)).items():
             pushes.setdefault(server, {})[each.number] = each.used, [part]
     tables._client.push(1.0, tables._client.step, pushes)
@@ -123,7 +123,7 @@ def test_a_stream_that_is_left_or_fails_gives_its_rows_up(make: Any) -> None:
         next(stream)
     with pytest.raises(IdOutOfRange):
         list(tables.stream([*batches[:2], {"words": torch.tensor([ROWS])}], 1))
-    assert [len(each) for each in tables.lookups._caches] == [0]
+    assert [len(each) for each in tables.reader._caches] == [0]
     assert tables(batches[4])["words"].shape == (16, 4)
 
 

@@ -27,11 +27,11 @@ from torchweft.embedding.errors import (
 )
 from torchweft.embedding.groups import join
 from torchweft.embedding.inputs import Jagged
-from torchweft.embedding.lookup import Traffic
+from torchweft.embedding.lookup import RowStream
 from torchweft.embedding.optimizer import TablesOptimizer
 from torchweft.embedding.planner import Placed, Plan, Touched, plan_tables, touched_shares
-from torchweft.embedding.pulls import RowStream
 from torchweft.embedding.recovery import recover
+from torchweft.embedding.requests import Traffic
 from torchweft.embedding.rows import Wire
 from torchweft.embedding.rules import SGD, Adagrad, RowWiseAdagrad, Rule, SparseAdam
 from torchweft.embedding.server import set_up

@@ -9,17 +9,15 @@ as many as the cache has room for.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchweft.embedding.lookup import Answer, Fetch, Looked, PulledRows, Request, Router, Traffic
+from torchweft.embedding.layout import Stack
 from torchweft.embedding.rows import put, take
 from torchweft.errors import ConfigurationError
 
@@ -93,6 +91,13 @@ class RowCache:
         self._held = 0
         self._slots = np.empty(0, _SLOT)
         self._free = np.empty(0, np.int64)
+
+    @classmethod
+    def of_stack(cls, cache: Cache, stack: Stack) -> RowCache:
+        """Returns the cache of a stack."""
+        keys = len(stack.servers) * stack.stride
+        rows = sum(each.config.rows for each in stack.members)
+        return cls(keys, int(cache.share * rows), stack.dim, stack.dtype, cache.policy)
 
     def __len__(self) -> int:
         return len(self._slots) - len(self._free)
@@ -226,123 +231,3 @@ class RowCache:
         self._slots["coming"][is_here] = _NEVER
         self._slots["born"] = _NEVER
         self._drop(self._idle())
-
-
-def cache_of(cache: Cache, router: Router) -> RowCache:
-    """Returns the cache of a stack."""
-    stack = router.stack
-    keys = len(stack.servers) * stack.stride
-    rows = sum(each.config.rows for each in stack.members)
-    return RowCache(keys, int(cache.share * rows), stack.dim, stack.dtype, cache.policy)
-
-
-class Ages(NamedTuple):
-    """The ages of rows, when a lookup pulls.
-
-    Attributes:
-        oldest: The smallest age that will do when the rows are used.
-        now: The age that a row is expected to have if it is pulled now.
-        counts_steps: Whether ages are steps of the trainer, rather than versions of servers.
-    """
-
-    oldest: int
-    now: int
-    counts_steps: bool
-
-
-class CachedRows(PulledRows):
-    """Rows, each once, of which some are in a cache.
-
-    Args:
-        number: Number of the stack.
-        router: Routes its ids.
-        looked: The tables that are looked up.
-        cache: The cache of the stack.
-        ages: The ages of the rows.
-        may_wait: Whether rows will do that an earlier lookup has yet to receive.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        router: Router,
-        looked: Sequence[Looked],
-        cache: RowCache,
-        ages: Ages,
-        *,
-        may_wait: bool,
-    ) -> None:
-        super().__init__(number, router, looked, router.route(looked))
-        self._cache = cache
-        self._ages = ages
-        self._is_ahead = may_wait
-        self._is_held = True
-        keys = self.rows.keys
-        self._wanted = cache.reserve(keys, ages.oldest, ages.now, may_wait=may_wait)
-        self._pulled = self._wanted
-        self._pulls = 0
-        self._fetch(self._wanted)
-
-    def _fetch(self, which: Tensor) -> None:
-        """Sets which rows are asked for next."""
-        keys = self.rows.keys[which]
-        self._missing = Fetch(self.number, self._router, keys, self._router.counted(keys)[0])
-        self._pulls += len(keys)
-
-    def requests(self) -> Mapping[str, Request]:
-        """Returns the rows to ask of each server, which the cache lacks."""
-        return self._missing.requests()
-
-    def arrive(self, answer: Answer, step: int) -> None:
-        """Takes rows over into the cache."""
-        fetch = self._missing
-        versions = torch.empty(len(fetch.keys), dtype=torch.int64, device="cpu")
-        for _, server, begin, end in fetch.slices():
-            versions[begin:end] = answer.versions[server]
-        born = torch.full_like(versions, self._ages.now) if self._ages.counts_steps else versions
-        self._cache.arrive(fetch.keys, fetch.gather(answer.values), born, versions)
-
-    def is_late(self, ages: Ages) -> bool:
-        """Returns whether rows have become too old; these are asked for next."""
-        is_late = self._cache.too_old(self.rows.keys, ages.oldest)
-        if not bool(is_late.any()):
-            return False
-        self._ages, self._pulled = ages, self._wanted | is_late
-        self._fetch(is_late)
-        return True
-
-    def take(self, step: int) -> dict[str, int]:
-        """Takes the rows from the cache, for a step of the trainer.
-
-        Returns:
-            The oldest version of the rows from each server whose pull it lacks. A server counts the
-            staleness of a pull itself, unless the pull was sent ahead.
-        """
-        self.values, versions = self._cache.take(self.rows.keys)
-        self._cache.release(self.rows.keys)
-        self._is_held = False
-        self.version = int(versions.min()) if len(versions) else step
-        return {
-            server: int(versions[begin:end].min())
-            for _, server, begin, end in self.rows.slices()
-            if self._is_ahead or not bool(self._wanted[begin:end].all())
-        }
-
-    def abandon(self) -> None:
-        """Gives the rows up, if they were not taken."""
-        if self._is_held:
-            self._is_held = False
-            self._cache.abandon(self.rows.keys, self._wanted)
-
-    @functools.cached_property
-    def moved(self) -> dict[str, Traffic]:
-        """What the lookup moves by table: rows are pulled that the cache lacks."""
-        _, pulled = self._router.counted(self.rows.keys[self._pulled])
-        again = self._pulls - int(self._pulled.sum())  # rows that were pulled twice
-        size = self._router.dtype.itemsize + self._router.pulled_bytes
-        found = super().moved
-        for moved, (number, _, _) in zip(found.values(), self.looked, strict=True):
-            moved.pulled_bytes = (pulled[number] + again) * size
-            moved.hits = moved.rows - pulled[number]
-            again = 0
-        return found

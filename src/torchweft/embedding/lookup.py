@@ -1,697 +1,545 @@
-"""What one lookup pulls of one stack: keys, then rows or sums of bags, whichever are fewer bytes.
+"""The lookups of a worker: from ids to outputs, now or some batches ahead.
 
-A key numbers the rows of a stack; see ``layout``. Where servers pool, the order of the keys is
-needed for the push alone: it is computed while they answer the pull, or never.
-
-The values are a leaf of the trainer's graph. The gradient of the leaf, in slices, is the push.
+A pull is one message to each server for all stacks of a lookup, or of several lookups. Rows that
+were pulled ahead are asked for again where they are too old for the step that uses them.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
+import itertools
+import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from torchweft.embedding.dynamic import server_of
-from torchweft.embedding.inputs import Flat
-from torchweft.embedding.layout import Member, Stack
-from torchweft.embedding.rows import (
-    Bags,
-    Entries,
-    Sorted,
-    Wire,
-    distinct,
-    pool,
-    pooled,
-    row_bytes,
-    sort,
+from torchweft.arguments import check_type, did_you_mean, kind_of
+from torchweft.closing import Closing
+from torchweft.embedding.cache import Cache, RowCache
+from torchweft.embedding.client import Client, wait_for
+from torchweft.embedding.configs import TableConfig
+from torchweft.embedding.errors import BadIds
+from torchweft.embedding.inputs import Checker, Flat
+from torchweft.embedding.planner import Plan
+from torchweft.embedding.requests import (
+    Ages,
+    CachedRequest,
+    StackRequest,
+    TableIds,
+    Traffic,
+    make_router,
+    prepare,
 )
+from torchweft.embedding.rows import Form, Wire, decode
+from torchweft.embedding.server import ROW_PARTS, shown_staleness
+from torchweft.errors import ConfigurationError
+from torchweft.extending import NumberRow, NumberTable, tell_numbers
+from torchweft.rpc import Future
 
-_LARGEST: Final = torch.iinfo(torch.int32).max
-_FIRST_LOOK: Final = 3
-"""How many ids are looked at first, for each that must differ."""
-
-Request = tuple[Any, ...]
-Outputs = list[tuple[Member, Tensor]]
-
-
-class Looked(NamedTuple):
-    """A table of a stack that is looked up.
-
-    Attributes:
-        number: Its number in the stack.
-        member: The table.
-        flat: The ids.
-    """
-
-    number: int
-    member: Member
-    flat: Flat
+B = TypeVar("B")
+"""A batch of the program."""
+Flats = Mapping[str, Flat]
+"""The checked ids of one lookup, by table."""
+Answers = Mapping[str, tuple[int, list[Any]]]
+"""By server, its version and what was asked of it."""
+Copied = Callable[[TableConfig, Flat], Tensor]
+"""Looks up a table that this worker has a copy of."""
 
 
 @dataclass
-class Traffic:
-    """What lookups of one table moved.
+class Lookup:
+    """One lookup; its outputs are taken once, when its rows are here.
 
     Attributes:
-        ids: Ids that were looked up.
-        rows: Rows that lookups needed, each once for each lookup.
-        pulled_bytes: Size of ids, rows and sums in pulls.
-        pushed_bytes: The same in pushes.
-        hits: How many of the rows the cache had, so that they were not pulled.
-        staleness: How often each staleness was observed, of a trainer: with a bound in steps, at
-            each lookup; in the asynchronous mode in pushes, at each push. Of several servers it is
-            that of the one with the oldest rows.
+        reader: Makes the outputs.
+        flats: The ids.
+        requests: What it requests of each stack.
+        step: The step of the trainer in which its rows are valid; -1 before they are here.
     """
 
-    ids: int = 0
-    rows: int = 0
-    pulled_bytes: int = 0
-    pushed_bytes: int = 0
-    hits: int = 0
-    staleness: dict[int, int] = field(default_factory=dict, compare=False)
+    reader: Reader
+    flats: Flats
+    requests: list[StackRequest]
+    step: int = -1
 
-    def note_staleness(self, staleness: int) -> None:
-        """Counts a staleness."""
-        self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
+    @property
+    def is_valid(self) -> bool:
+        """Whether the trainer is still in the step for which the rows were pulled."""
+        return self.reader.is_in(self.step)
+
+    def outputs(self) -> dict[str, Tensor]:
+        """Returns the output of each table."""
+        return self.reader.outputs(self.flats, self.requests)
 
 
-class Answer(NamedTuple):
-    """What the servers returned for one stack.
+class Pull:
+    """What lookups request of all stacks, by one message to each server.
+
+    Args:
+        reader: Has begun the lookups.
+        lookups: The lookups.
 
     Attributes:
-        versions: The version of each server that was asked.
-        values: Its values.
+        parts: The requests of all lookups.
+        messages: What to ask of each server.
+        places: By part and server, which item of the message is of the part.
+        futures: The answers by server, if the pull was sent before it is needed.
     """
 
-    versions: dict[str, int]
-    values: dict[str, Tensor]
+    def __init__(self, reader: Reader, lookups: Sequence[Lookup]) -> None:
+        self.parts = [each for lookup in lookups for each in lookup.requests]
+        self.messages: dict[str, list[Any]] = {}
+        self.places: list[dict[str, int]] = []
+        self.futures: Mapping[str, Future[Any]] = {}
+        self._reader = reader
+        self._lookups = lookups
+        for part in self.parts:
+            self.places.append({})
+            for server, item in part.requests().items():
+                message = self.messages.setdefault(server, [])
+                self.places[-1][server] = len(message)
+                message.append(item)
 
+    def get_ready(self) -> None:
+        """Computes what does not need the values, while these are on their way."""
+        for part in self.parts:
+            part.get_ready()
 
-# Keys
-
-
-class Router:
-    """Routes the ids of one stack to rows of its servers.
-
-    Args:
-        stack: The stack.
-        wire: The form of its values in messages.
-    """
-
-    def __init__(self, stack: Stack, wire: Wire = Wire()) -> None:  # noqa: B008  # immutable
-        self.stack = stack
-        self.is_dynamic = stack.is_dynamic
-        self.pulled_bytes = row_bytes(wire.pulled, stack.dim, stack.dtype)
-        """The size of a row in a pull."""
-        self.pushed_bytes = row_bytes(wire.pushed, stack.dim, stack.dtype)
-        """The size of a row's gradient in a push."""
-        self.dtype = torch.int32 if stack.stride <= _LARGEST else torch.int64
-        """The type of the rows in messages."""
-        self._held = [
-            (server, number, server * stack.stride + member.base)
-            for server in range(len(stack.servers))
-            for number, member in sorted(stack.held_on(server), key=lambda each: each[1].base)
-        ]
-        self._bounds = [*(begin for _, _, begin in self._held), len(stack.servers) * stack.stride]
-        # Sorting takes half the time in the smaller type.
-        dtype = torch.int32 if self._bounds[-1] <= _LARGEST else torch.int64
-        self._edges = torch.tensor(self._bounds, dtype=dtype, device="cpu")
-
-    def keys(self, member: Member, ids: Tensor) -> Tensor:
-        """Returns the key of each id of a table."""
-        stack = self.stack
-        if stack.stripes == 1:
-            return ids + (member.server * stack.stride + member.base)
-        servers = ids.remainder(stack.stripes)
-        rows = ids.div(stack.stripes, rounding_mode="floor")
-        return servers.mul_(stack.stride).add_(rows).add_(member.base)
-
-    def route(self, looked: Sequence[Looked]) -> Routed:
-        """Returns the rows that ids of some tables stand for."""
-        found = torch.empty(
-            sum(each.flat.n_ids for each in looked), dtype=self._edges.dtype, device="cpu"
-        )
-        into, stack, begin = found.numpy(), self.stack, 0
-        for _, member, flat in looked:
-            own = into[begin : begin + flat.n_ids]
-            begin += flat.n_ids
-            if stack.stripes > 1:
-                own[:] = self.keys(member, flat.ids).numpy()
-            else:  # The ids are in range: they fit in the smaller type of the keys.
-                own[:] = flat.ids.numpy()
-                own += member.server * stack.stride + member.base
-        return Routed(self, found, looked)
-
-    def sorted(self, found: Tensor) -> Sorted:
-        """Returns keys in their order."""
-        return sort(found)
-
-    def counted(self, keys: Tensor) -> tuple[list[int], list[int]]:
-        """Returns where in rising keys each server's begin; and how many each member has."""
-        ends = torch.searchsorted(keys, self._edges).tolist()
-        counts = [0] * len(self.stack.members)
-        cuts = [0] * (len(self.stack.servers) + 1)
-        for place, (server, member, _) in enumerate(self._held):
-            counts[member] += ends[place + 1] - ends[place]
-            cuts[server + 1] = ends[place + 1]
-        return cuts, counts
-
-    def rows(self, keys: Tensor, server: int) -> Tensor:
-        """Returns the rows of a server's tensor, from keys that are all on that server.
-
-        They may be the keys themselves.
-        """
-        return (keys - server * self.stack.stride if server else keys).to(self.dtype)
-
-
-class DynamicRouter(Router):
-    """Routes the ids of a dynamic table, which are its rows in messages and its keys."""
-
-    def __init__(self, stack: Stack, wire: Wire) -> None:
-        super().__init__(stack, wire)
-        self.dtype = torch.int64
-
-    def keys(self, member: Member, ids: Tensor) -> Tensor:
-        """Returns the ids."""
-        return ids
-
-    def route(self, looked: Sequence[Looked]) -> Routed:
-        """Returns the rows that ids of the table stand for."""
-        return Routed(self, looked[0].flat.ids, looked)
-
-    def sorted(self, found: Tensor) -> Sorted:
-        """Returns keys in the order of servers and ids."""
-        ordered, order = torch.sort(found, stable=True)
-        if len(self.stack.servers) > 1:
-            _, by_server = torch.sort(server_of(ordered, len(self.stack.servers)), stable=True)
-            ordered, order = ordered[by_server], order[by_server]
-        unique, counts = torch.unique_consecutive(ordered, return_counts=True)
-        return Sorted(unique, order, counts.cumsum(0).sub_(counts))
-
-    def counted(self, keys: Tensor) -> tuple[list[int], list[int]]:
-        """Returns where in ordered keys each server's begin; and how many there are."""
-        servers = len(self.stack.servers)
-        edges = torch.arange(servers + 1, device="cpu")
-        return torch.searchsorted(server_of(keys, servers), edges).tolist(), [len(keys)]
-
-    def rows(self, keys: Tensor, server: int) -> Tensor:
-        """Returns the ids."""
-        return keys
-
-
-class Routed:
-    """The rows that a lookup needs. Everything but the keys is computed when it is first needed.
-
-    Args:
-        router: Its router.
-        found: The key of each id.
-        looked: The tables, whose keys follow one another.
-    """
-
-    def __init__(self, router: Router, found: Tensor, looked: Sequence[Looked]) -> None:
-        self.found = found
-        self._router = router
-        self._looked = looked
-
-    @functools.cached_property
-    def order(self) -> Sorted:
-        """The keys, each once, and the order of all: sorts."""
-        return self._router.sorted(self.found)
-
-    @functools.cached_property
-    def keys(self) -> Tensor:
-        """The keys, each once, in order: in half of the time of their ``order``."""
-        if "order" in vars(self) or self._router.is_dynamic:
-            return self.order.unique
-        return distinct(self.found)
-
-    @functools.cached_property
-    def _counted(self) -> tuple[list[int], list[int]]:
-        return self._router.counted(self.keys)
-
-    @property
-    def cuts(self) -> list[int]:
-        """Where in the keys each server's begin, and their number at the end."""
-        return self._counted[0]
-
-    @property
-    def counts(self) -> list[int]:
-        """How many rows of each member there are, by its number."""
-        return self._counted[1]
-
-    def beyond(self, limits: Mapping[int, int]) -> set[int]:
-        """Returns the members that have more rows than a limit, by their numbers.
-
-        First some ids are looked at, which often are enough; then all of them.
-        """
-        found, begin = set(), 0
-        for number, _, flat in self._looked:
-            own, begin = self.found[begin : begin + flat.n_ids], begin + flat.n_ids
-            if number in limits:
-                first = own[: _FIRST_LOOK * (limits[number] + 1)]
-                if any(len(distinct(each)) > limits[number] for each in (first, own)):
-                    found.add(number)
-        return found
-
-
-def make_router(stack: Stack, wire: Wire) -> Router:
-    """Returns what routes the ids of a stack; see ``Router``."""
-    return DynamicRouter(stack, wire) if stack.is_dynamic else Router(stack, wire)
-
-
-# Pulls
-
-
-class Pulled(abc.ABC):
-    """What one lookup pulls of one stack.
-
-    Args:
-        number: Number of the stack.
-        router: Routes its ids.
-        looked: The tables that are looked up.
-        routed: The rows that they need.
-    """
-
-    def __init__(
-        self, number: int, router: Router, looked: Sequence[Looked], routed: Routed
-    ) -> None:
-        self.number = number
-        self.stack = router.stack
-        self.looked = looked
-        self.version = 0
-        """The oldest version that a server's values are of."""
-        self.versions: Mapping[str, int] = {}
-        """The version of each server's values; none where a cache had some."""
-        self.values = torch.empty(0, device="cpu")
-        """The values, once they are here."""
-        self.place = 0
-        """Its position among all lookups of the collection."""
-        self.is_noted = False
-        self._router = router
-        self._routed = routed
-        self._leaf: Callable[[], Tensor | None] = lambda: None
-
-    @property
-    def used(self) -> int:
-        """Bit i tells that member i is looked up."""
-        return sum(1 << each.number for each in self.looked)
-
-    def leaf(self) -> Tensor | None:
-        """Returns the leaf while it is alive; this object does not keep it."""
-        return self._leaf()
-
-    def take_leaf(self, when_touched: Callable[[Pulled], None]) -> Tensor:
-        """Returns the values, as a leaf if gradients are enabled; this object drops them.
+    def arrive(self, answers: Answers, form: Form | None, step: int) -> None:
+        """Gives each part what is of it.
 
         Args:
-            when_touched: Called once there is a first gradient of them.
+            answers: By server, its version and what was asked of it.
+            form: The form of the values.
+            step: The step of the trainer.
         """
-        values, self.values = self.values, torch.empty(0, device="cpu")
-        if torch.is_grad_enabled():
-            values.requires_grad_()
-            values.weft_pulled = self  # type: ignore[attr-defined]  # found by the optimizer
-            self._leaf = weakref.ref(values)
-            values.register_hook(lambda _: when_touched(self))  # type: ignore[no-untyped-call]
-        return values
+        for part, places in zip(self.parts, self.places, strict=True):
+            versions = {server: answers[server][0] for server in places}
+            values = {
+                server: decode(answers[server][1][place], form, part.stack.dtype)
+                for server, place in places.items()
+            }
+            part.arrive(versions, values, step)
+        for lookup in self._lookups:
+            lookup.step = step
 
-    def arrive(self, answer: Answer, step: int) -> None:
-        """Takes the answers of the servers, for a step of the trainer."""
-        self.versions = answer.versions
-        self.version = min(answer.versions.values(), default=step)
-        self.values = self.gather(answer.values)
+    def wait(self) -> Sequence[Lookup]:
+        """Waits for the rows of a pull that was sent, and returns its lookups."""
+        self._reader.settle_sent(self, wait_for(self.futures))
+        return self._lookups
 
-    @abc.abstractmethod
-    def requests(self) -> Mapping[str, Request]:
-        """Returns what to ask of each server."""
+    def outputs(self) -> dict[str, Tensor]:
+        """Waits for the rows, and returns the output of each table of the only lookup."""
+        (lookup,) = self.wait()
+        return lookup.outputs()
 
-    @abc.abstractmethod
-    def gather(self, answers: Mapping[str, Tensor]) -> Tensor:
-        """Returns the values, from the servers' answers."""
+    def cancel(self) -> None:
+        """Ends a pull that was sent, and gives up the rows that a cache holds for it."""
+        for future in self.futures.values():
+            future.cancel()
+        self.abandon()
 
-    @abc.abstractmethod
-    def pushes(self, gradient: Tensor) -> Mapping[str, tuple[Any, ...]]:
-        """Returns what to push to each server: rows and gradients, or those of bags."""
-
-    @abc.abstractmethod
-    def bytes_of(self, flat: Flat, rows: int) -> tuple[int, int]:
-        """Returns what the pull of a table with so many rows moves, and the push."""
-
-    def sums(self, values: Tensor) -> Tensor:
-        """Returns the sums of the bags of all tables."""
-        return values
-
-    def outputs(self, values: Tensor) -> Outputs:
-        """Returns the output of each table, ``(bags, dim)``."""
-        parts = torch.split(self.sums(values), [each.flat.bags for each in self.looked])
-        return [
-            (each.member, averaged(each, part))
-            for each, part in zip(self.looked, parts, strict=True)
-        ]
-
-    @functools.cached_property
-    def moved(self) -> dict[str, Traffic]:
-        """What the lookup moves by table, if its gradient is pushed."""
-        found = {}
-        for number, member, flat in self.looked:
-            rows = self._routed.counts[number]
-            found[member.config.name] = Traffic(flat.n_ids, rows, *self.bytes_of(flat, rows))
-        return found
-
-    @functools.cached_property
-    def _joined(self) -> Flat:
-        """The bags of all tables, one table after the other, with keys in place of ids."""
-        return joined([each.flat for each in self.looked], self._routed.found, self.stack.dtype)
-
-    def get_ready(self) -> None:
-        """Computes what does not need the values, while these are on their way."""
-        _ = self.moved
+    def abandon(self) -> None:
+        """Gives up the rows that a cache holds for the lookups, unless they were taken."""
+        for part in self.parts:
+            if isinstance(part, CachedRequest):
+                part.abandon()
 
 
-class Fetch:
-    """Rows of one stack, to be pulled.
+class Reader:
+    """Looks up rows of a collection for one worker; not thread-safe.
 
     Args:
-        number: Number of the stack.
-        router: Its router.
-        keys: The keys of the rows, each once, in order.
-        cuts: Where in the keys each server's begin, and their number at the end.
+        client: Calls the servers.
+        plan: The tables and where they are.
+        wire: The form of values in messages.
+        cache: Which rows to keep, or None.
+        copied: Looks up copies.
+        before: The reader of a former layout of the same tables, whose work this one goes on with.
     """
-
-    def __init__(self, number: int, router: Router, keys: Tensor, cuts: Sequence[int]) -> None:
-        self.keys = keys
-        self._cuts = cuts
-        self._number = number
-        self._router = router
-
-    def slices(self) -> Iterator[tuple[int, str, int, int]]:
-        """Yields number and name of each server that has some, and which of the keys."""
-        for k, server in enumerate(self._router.stack.servers):
-            if self._cuts[k] < self._cuts[k + 1]:
-                yield k, server, self._cuts[k], self._cuts[k + 1]
-
-    def requests(self) -> Mapping[str, Request]:
-        """Returns the rows to ask of each server that has some."""
-        return {
-            server: (self._number, self._router.rows(self.keys[begin:end], k))
-            for k, server, begin, end in self.slices()
-        }
-
-    def gather(self, answers: Mapping[str, Tensor]) -> Tensor:
-        """Returns the rows by key."""
-        stack = self._router.stack
-        parts = [answers[server] for server in stack.servers if server in answers]
-        if not parts:
-            return torch.empty(0, stack.dim, dtype=stack.dtype, device="cpu")
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class PulledRows(Pulled):
-    """Rows, each once; the trainer pools them."""
 
     def __init__(
-        self, number: int, router: Router, looked: Sequence[Looked], routed: Routed
+        self,
+        client: Client,
+        plan: Plan,
+        wire: Wire,
+        cache: Cache | None,
+        copied: Copied,
+        before: Reader | None = None,
     ) -> None:
-        super().__init__(number, router, looked, routed)
-        self.rows = Fetch(number, router, routed.keys, routed.cuts)
-
-    def requests(self) -> Mapping[str, Request]:
-        """Returns the rows to ask of each server that has some."""
-        return self.rows.requests()
-
-    def gather(self, answers: Mapping[str, Tensor]) -> Tensor:
-        """Returns the rows by key."""
-        return self.rows.gather(answers)
-
-    def bytes_of(self, flat: Flat, rows: int) -> tuple[int, int]:
-        """Returns what the pull of a table with so many rows moves, and the push."""
-        return rows_bytes(self._router, rows)
-
-    def sums(self, values: Tensor) -> Tensor:
-        """Pools the rows."""
-        bags = self._bags
-        if self.stack.takes_max or (bags.weights is not None and bags.weights.requires_grad):
-            return self._natively(values, bags)
-        return pool(values, bags, self._transpose) if values.requires_grad else pooled(values, bags)
-
-    def _natively(self, values: Tensor, bags: Bags) -> Tensor:
-        if bags.offsets is None:
-            return pooled(values, bags)
-        if not len(bags.entries):
-            # Of no ids; but all that needs a gradient gets one.
-            nothing = values.sum() if bags.weights is None else values.sum() + bags.weights.sum()
-            return values.new_zeros(len(bags.offsets), self.stack.dim) + nothing
-        mode = "max" if self.stack.takes_max else "sum"
-        return functional.embedding_bag(
-            bags.entries, values, bags.offsets, mode=mode, per_sample_weights=bags.weights
-        )
-
-    def get_ready(self) -> None:
-        """Computes what does not need the values, while these are on their way."""
-        super().get_ready()
-        _ = self._bags
-        if torch.is_grad_enabled() and not self.stack.takes_max:
-            _ = self._transpose
-
-    @functools.cached_property
-    def _bags(self) -> Bags:
-        bags = self._joined
-        offsets = None if bags.length == 1 else bags.offsets
-        return Bags(self._routed.order.inverse(), offsets, bags.weights)
-
-    @functools.cached_property
-    def _transpose(self) -> Bags:
-        """Which bags each row is in."""
-        keys, weights = self._routed.order, self._bags.weights
-        weights = None if weights is None else weights.index_select(0, keys.order)
-        return Bags(self._joined.numbers(keys.order), keys.starts, weights)
-
-    def pushes(self, gradient: Tensor) -> Mapping[str, tuple[Any, ...]]:
-        """Returns rows and gradients for each server that has some."""
-        kept = self._trained(self.rows.keys)
-        pushes = {}
-        for k, server, begin, end in self.rows.slices():
-            rows, own = self._router.rows(self.rows.keys[begin:end], k), gradient[begin:end]
-            if kept is not None:
-                rows, own = rows[kept[begin:end]], own[kept[begin:end]]
-            if len(rows):
-                pushes[server] = (rows, own)
-        return pushes
-
-    def _trained(self, keys: Tensor) -> Tensor | None:
-        """Returns which keys are not of padding; None for all."""
-        padding = [
-            self._router.keys(member, torch.tensor([member.config.padding_idx], device="cpu"))
-            for _, member, _ in self.looked
-            if member.config.padding_idx is not None and member.config.pooling == "none"
-        ]
-        return ~torch.isin(keys, torch.cat(padding).to(keys.dtype)) if padding else None
-
-
-class PulledSums(Pulled):
-    """Sums of bags; the servers pool."""
-
-    def __init__(
-        self, number: int, router: Router, looked: Sequence[Looked], routed: Routed
-    ) -> None:
-        super().__init__(number, router, looked, routed)
-        weights = self._joined.weights
-        self._weights = None if weights is None else weights.detach()
-        self._length = self._joined.length if self.stack.stripes == 1 else 0
-        """The length of all bags, if that is the same on each server; else 0."""
-        self._bags: dict[int, range] = {}
-        """Which bags each server sums; those of one server follow one another."""
-        if self.stack.stripes > 1:
-            self._bags = dict.fromkeys(range(self.stack.stripes), range(self._joined.bags))
-            return
-        end = 0
-        for _, member, flat in looked:
-            begin = self._bags[member.server].start if member.server in self._bags else end
-            end += flat.bags
-            self._bags[member.server] = range(begin, end)
-
-    def requests(self) -> Mapping[str, Request]:
-        """Returns the bags to sum for each server: rows, lengths, and weights of rows.
-
-        Lengths are a number that all bags have, or follow the rows in their tensor.
-        """
-        requests = {}
-        for server, ids, lengths in self._striped() if self.stack.stripes > 1 else self._whole():
-            rows = self._router.rows(self._routed.found[ids], server)
-            weights = None if self._weights is None else self._weights[ids]
-            bags, length = len(self._bags[server]), self._length
-            if lengths is not None:
-                rows, length = torch.cat([rows, lengths.to(rows.dtype)]), 0
-            requests[self.stack.servers[server]] = (self.number, rows, bags, length, weights)
-        return requests
-
-    def _whole(self) -> Iterator[tuple[int, slice, Tensor | None]]:
-        """Yields servers, which ids are theirs, and the lengths of their bags if they differ."""
-        lengths = None if self._length else self._joined.lengths()
-        first = 0
-        for server, bags in self._bags.items():
-            end = first + sum(
-                each.flat.n_ids for each in self.looked if each.member.server == server
-            )
-            own = None if lengths is None else lengths[bags.start : bags.stop]
-            yield server, slice(first, end), own
-            first = end
-
-    def _striped(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        servers = self._routed.found.div(self.stack.stride, rounding_mode="floor")
-        numbers = self._joined.numbers()
-        for server, bags in self._bags.items():
-            ids = (servers == server).nonzero().view(-1)
-            yield server, ids, torch.bincount(numbers[ids], minlength=len(bags))
-
-    def gather(self, answers: Mapping[str, Tensor]) -> Tensor:
-        """Returns the sums of all bags."""
-        parts = [answers[self.stack.servers[server]] for server in self._bags]
-        if len(parts) == 1:
-            return parts[0]
-        if self.stack.stripes == 1:
-            return torch.cat(parts)
-        total = parts[0] + parts[1]
-        for part in parts[2:]:
-            total += part
-        return total
-
-    def bytes_of(self, flat: Flat, rows: int) -> tuple[int, int]:
-        """Returns what the pull of a table with so many rows moves, and the push."""
-        return sums_bytes(self._router, flat, rows, has_lengths=not self._length)
-
-    def pushes(self, gradient: Tensor) -> Mapping[str, tuple[Any, ...]]:
-        """Returns for each server its rows, in which bags each is, and the gradients of bags."""
-        return {
-            self.stack.servers[server]: (*self._entries[server], gradient[bags.start : bags.stop])
-            for server, bags in self._bags.items()
-            if server in self._entries
+        self._client = client
+        self._form = wire.pulled
+        self._cache = cache
+        self._copied = copied
+        self._checkers = {
+            each.name: Checker(each, plan.placed[each.name].shards) for each in plan.configs
         }
+        self._copies = {each.name for each in plan.copied}
+        self._routers = [make_router(stack, wire) for stack in plan.layout.stacks]
+        self._caches = [
+            RowCache.of_stack(cache, stack) for stack in plan.layout.stacks if cache is not None
+        ]
+        self._places = itertools.count()
+        self._traffic = {each.name: Traffic() for each in plan.configs}
+        self.is_trained = False
+        """Whether this worker steps the rows, so that those that it has grow old."""
+        self.touched: list[Tensor] = []
+        """The leaves that have a gradient."""
+        if before is not None:
+            self._traffic, self.touched = before._traffic, before.touched
+            self.is_trained = before.is_trained
+        self.forget = weakref.finalize(
+            self, tell_numbers(functools.partial(_told, weakref.ref(self)))
+        )
+        """Ends what this worker tells observers of the lookups."""
 
-    def get_ready(self) -> None:
-        """Computes what does not need the values, while these are on their way."""
-        if torch.is_grad_enabled():
-            _ = self._entries  # First: then rows are counted already.
-        super().get_ready()
+    def look_up(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns the output of each table; blocks."""
+        (lookup,) = self.pull([self.flats(inputs)])
+        return lookup.outputs()
 
-    @functools.cached_property
-    def _entries(self) -> dict[int, tuple[Any, ...]]:
-        """For each server that has some: its rows, and in which bags each is."""
-        keys, cuts, dtype = self._routed.order, self._routed.cuts, self._router.dtype
-        entries = self._joined.numbers(keys.order)
-        weights = None if self._weights is None else self._weights.index_select(0, keys.order)
-        found = {}
-        for server, bags in self._bags.items():
-            low, high = cuts[server], cuts[server + 1]
-            if low == high:
-                continue
-            begin, end = keys.place(low), keys.place(high)
-            counts = torch.diff(keys.starts[low:high], append=torch.tensor([end], device="cpu"))
-            rows, own = self._router.rows(keys.unique[low:high], server), entries[begin:end]
-            found[server] = (
-                Entries(rows, counts, own - bags.start if bags.start else own).numbers(dtype),
-                high - low,
-                None if weights is None else weights[begin:end],
+    def pull(self, each: Sequence[Flats]) -> list[Lookup]:
+        """Pulls the rows of several lookups, with one call to each server. Blocks.
+
+        Their gradients stay apart: only those of lookups whose outputs are used are pushed.
+
+        Args:
+            each: What ``flats`` returns for each lookup.
+        """
+        lookups = [self._begun(flats, self._ages()) for flats in each]
+        pull = Pull(self, lookups)
+        try:
+            # With a cache, little is left to do until the rows are here.
+            meanwhile = None if self._caches else pull.get_ready
+            self._settle(pull, self._client.pull(pull.messages, meanwhile))
+        finally:
+            pull.abandon()
+        return lookups
+
+    def send(self, each: Sequence[Flats], waiting: int) -> Pull:
+        """Sends the pull of several lookups that are used later.
+
+        Args:
+            each: What ``flats`` returns for each lookup.
+            waiting: How many lookups that were sent are used before.
+        """
+        ages = self._ages(waiting)
+        pull = Pull(self, [self._begun(flats, ages, is_ahead=True) for flats in each])
+        try:
+            pull.futures = self._client.start_pull(pull.messages)
+        except BaseException:
+            pull.abandon()
+            raise
+        if not self._caches:
+            pull.get_ready()
+        return pull
+
+    # Inputs
+
+    def checker(self, name: str) -> Checker:
+        """Returns what checks the inputs of a table.
+
+        Raises:
+            BadIds: There is no such table.
+        """
+        checker = self._checkers.get(name)
+        if checker is None:
+            hint = did_you_mean(str(name), list(self._checkers))
+            raise BadIds(f"there is no table {name!r} to look up{hint}", table=str(name))
+        return checker
+
+    def flats(self, inputs: Mapping[str, Any]) -> dict[str, Flat]:
+        """Returns the checked ids of a lookup.
+
+        Raises:
+            InputError: They cannot be looked up.
+        """
+        if not isinstance(inputs, Mapping):
+            tables = ", ".join(map(repr, self._checkers))
+            raise BadIds(
+                f"inputs is {kind_of(inputs)}; pass a dict with the ids of each table to look up, "
+                f"by name; there are {tables}"
             )
+        return {name: self.checker(name).flat(value) for name, value in inputs.items()}
+
+    def _begun(self, flats: Flats, ages: Ages, *, is_ahead: bool = False) -> Lookup:
+        """Returns a lookup; a cache holds its rows until they are taken or abandoned."""
+        lookup = Lookup(self, flats, [])
+        for number, router in enumerate(self._routers):
+            tables = [
+                TableIds(place, member, flats[member.config.name])
+                for place, member in enumerate(router.stack.members)
+                if member.config.name in flats
+            ]
+            if tables and self._caches:
+                cache = self._caches[number]
+                own = CachedRequest(number, router, tables, cache, ages, may_wait=is_ahead)
+                lookup.requests.append(own)
+            elif tables:
+                lookup.requests += prepare(number, router, tables)
+        return lookup
+
+    def _ages(self, waiting: int = 0) -> Ages:
+        """Returns the ages of rows that are used after some lookups have been used."""
+        bound = self._client.staleness
+        if bound is None:
+            bound = (self._cache and self._cache.steps) or 0
+        used = self._client.step + (waiting if self.is_trained else 0)
+        return Ages(used - bound, self._client.step, self._client.staleness is None)
+
+    # Values
+
+    def _settle(self, pull: Pull, answers: Mapping[str, Any]) -> None:
+        """Takes answers over; pulls those rows of a cache again that are too old."""
+        client = self._client
+        pull.arrive(answers, self._form, client.step)
+        ages = self._ages()
+        late: list[StackRequest] = [
+            part for part in pull.parts if isinstance(part, CachedRequest) and part.is_late(ages)
+        ]
+        if late:
+            again = Pull(self, [Lookup(self, {}, late)])
+            again.arrive(client.pull(again.messages), self._form, client.step)
+        oldest: dict[str, int] = {}
+        for part in pull.parts:
+            if isinstance(part, CachedRequest):
+                for server, version in part.take(client.step).items():
+                    oldest[server] = min(version, oldest.get(server, version))
+            for table, moved in part.moved.items():
+                traffic = self._traffic[table]
+                traffic.ids += moved.ids
+                traffic.rows += moved.rows
+                traffic.hits += moved.hits
+                traffic.pulled_bytes += moved.pulled_bytes
+            if client.is_bounded:
+                self._note(part, client.step - part.version)
+        self._note_uncounted(oldest)
+
+    def settle_sent(self, pull: Pull, answers: Mapping[str, Any]) -> None:
+        """Takes the answers of a pull over that was sent ahead, as they would be now."""
+        client = self._client
+        if self._cache is None and client.is_bounded:
+            versions = {server: version for server, (version, _) in answers.items()}
+            oldest = client.step - (client.staleness or 0)
+            old = {server: each for server, each in versions.items() if each < oldest}
+            self._note_uncounted({each: versions[each] for each in versions.keys() - old.keys()})
+            if old:
+                answers = {**answers, **self._refreshed(pull, answers, old)}
+        self._settle(pull, answers)
+
+    def _note_uncounted(self, versions: Mapping[str, int]) -> None:
+        """Counts the staleness of rows of some servers that no counted pull has returned."""
+        if self._client.is_bounded:
+            for server, version in versions.items():
+                self._client.note_staleness(server, self._client.step - version)
+
+    def _refreshed(
+        self, pull: Pull, answers: Mapping[str, Any], old: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Returns the answers of some servers as they would be now."""
+        requests = {
+            server: [
+                (*each, version) if len(each) == ROW_PARTS else each
+                for each in pull.messages[server]
+            ]
+            for server, version in old.items()
+        }
+        news_of = self._client.pull_again(requests)
+        for part, places in zip(pull.parts, pull.places, strict=True):
+            moved = [
+                (requests[server][place], news_of[server][1][place])
+                for server, place in places.items()
+                if server in old
+            ]
+            self._traffic[next(iter(part.moved))].pulled_bytes += size_bytes(moved)
+        found = {}
+        for server, (version, news) in news_of.items():
+            values = [
+                replaced(before, *new) if len(each) == ROW_PARTS else new
+                for each, before, new in zip(
+                    pull.messages[server], answers[server][1], news, strict=True
+                )
+            ]
+            found[server] = version, values
         return found
 
+    def clear_cache(self) -> None:
+        """Drops all rows that were kept."""
+        for cache in self._caches:
+            cache.clear()
 
-def prepare(number: int, router: Router, looked: Sequence[Looked]) -> list[Pulled]:
-    """Returns what to pull of one stack; of each table, that which moves fewer bytes."""
-    # The bags of a server follow one another.
-    looked = sorted(looked, key=lambda each: each.member.server)
-    routed = router.route(looked)
-    sums = _pooled_there(router, looked, routed)
-    if not sums:
-        return [PulledRows(number, router, looked, routed)]
-    if len(sums) == len(looked):
-        return [PulledSums(number, router, looked, routed)]
-    there = [each for each in looked if each.number in sums]
-    rest = [each for each in looked if each.number not in sums]
-    kinds: tuple[tuple[type[Pulled], list[Looked]], ...] = (PulledSums, there), (PulledRows, rest)
-    return [kind(number, router, own, router.route(own)) for kind, own in kinds]
+    # Outputs
+
+    def outputs(self, flats: Flats, requests: Sequence[StackRequest]) -> dict[str, Tensor]:
+        """Returns the output of each table, from values that are here."""
+        columns: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in flats}
+        for request in requests:
+            request.place = next(self._places)
+            for member, output in request.outputs(request.take_leaf(self._touch)):
+                columns[member.config.name].append((member.columns.start, output))
+        return {name: self._output(name, flat, columns[name]) for name, flat in flats.items()}
+
+    def _output(self, name: str, flat: Flat, parts: list[tuple[int, Tensor]]) -> Tensor:
+        if name in self._copies:
+            return self._copied(self._checkers[name].config, flat)
+        columns = [output for _, output in sorted(parts, key=lambda part: part[0])]
+        joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+        if len(flat.shape) != 1:
+            joined = joined.view(*flat.shape, joined.shape[1])
+        return joined if flat.device == joined.device else joined.to(flat.device)
+
+    def _touch(self, pulled: StackRequest) -> None:
+        leaf = pulled.leaf()
+        if leaf is not None and not pulled.is_noted:
+            pulled.is_noted = True
+            self.touched.append(leaf)
+
+    def is_in(self, step: int) -> bool:
+        """Whether the trainer is in a step; not after a re-sharding, which closes the client."""
+        return self._client.is_open and self._client.step == step
+
+    # Figures
+
+    def note_pushed(self, pulled: Iterable[StackRequest], versions: Mapping[str, int]) -> None:
+        """Counts the bytes of a push, and in the asynchronous mode its staleness.
+
+        Args:
+            pulled: The lookups whose gradients were pushed.
+            versions: The version of each server after the push.
+        """
+        for each in pulled:
+            for table, moved in each.moved.items():
+                self._traffic[table].pushed_bytes += moved.pushed_bytes
+            if self._client.staleness is None:
+                # The push itself is one of those that were applied.
+                ages = [
+                    versions[server] - 1 - each.versions.get(server, each.version)
+                    for server in each.versions or each.stack.servers
+                    if server in versions
+                ]
+                self._note(each, max(ages, default=0))
+
+    def _note(self, pulled: StackRequest, staleness: int) -> None:
+        for name in pulled.moved:
+            self._traffic[name].note_staleness(staleness)
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Returns what lookups and pushes have moved, by table."""
+        return {
+            name: replace(traffic, staleness=traffic.staleness.copy())
+            for name, traffic in self._traffic.items()
+        }
+
+    def told(self) -> list[NumberRow]:
+        """Returns what observers see of these lookups: a row for each table."""
+        rows = []
+        for table, moved in self.traffic().items():
+            numbers = {
+                "ids": float(moved.ids),
+                "rows": float(moved.rows),
+                "unique share": moved.rows / moved.ids if moved.ids else math.nan,
+                "hits share": moved.hits / moved.rows if moved.rows else math.nan,
+                "pulled bytes": float(moved.pulled_bytes),
+                "pushed bytes": float(moved.pushed_bytes),
+            }
+            known = {key: value for key, value in numbers.items() if not math.isnan(value)}
+            labels = self._client.name, table
+            rows.append(NumberRow(labels, known, shown_staleness(moved.staleness)))
+        return rows
 
 
-def _pooled_there(router: Router, looked: Sequence[Looked], routed: Routed) -> set[int]:
-    """Returns the tables that the servers pool, since sums move fewer bytes than rows."""
-    if router.stack.takes_max or router.is_dynamic:
-        return set()
-    limits = {}
-    for number, _, flat in looked:
-        if flat.offsets is None or flat.length == 1:
-            continue  # There are no fewer bags than rows.
-        if flat.weights is not None and flat.weights.requires_grad:
-            continue
-        # Both are linear in the number of rows, and sums have less for each.
-        fixed = sum(sums_bytes(router, flat, 0))
-        each = sum(rows_bytes(router, 1)) - (sum(sums_bytes(router, flat, 1)) - fixed)
-        limits[number] = fixed // each
-    return routed.beyond(limits) if limits else set()
+def _told(find: Callable[[], Reader | None]) -> NumberTable:
+    found = find()
+    rows = [] if found is None else found.told()
+    return NumberTable("embedding lookups", ("collection", "table"), tuple(rows))
 
 
-def rows_bytes(router: Router, rows: int) -> tuple[int, int]:
-    """Returns what a pull of rows moves, and a push of their gradients."""
-    number = router.dtype.itemsize
-    return rows * (number + router.pulled_bytes), rows * (number + router.pushed_bytes)
+def replaced(values: Any, places: Tensor, new: Any) -> Any:
+    """Returns the rows of a message, in which some are replaced by those of another one."""
+    if not len(places):
+        return values
+    if isinstance(values, Tensor):
+        return values.index_copy(0, places.long(), new)
+    return tuple(replaced(own, places, other) for own, other in zip(values, new, strict=True))
 
 
-def sums_bytes(
-    router: Router, flat: Flat, rows: int, *, has_lengths: bool | None = None
-) -> tuple[int, int]:
-    """Returns what a pull of sums moves, and a push of their gradients.
+def size_bytes(message: Any) -> int:
+    """Returns the size of the tensors of a message."""
+    if isinstance(message, Tensor):
+        return message.nbytes
+    return sum(map(size_bytes, message)) if isinstance(message, (tuple, list)) else 0
+
+
+class _Waiting(NamedTuple, Generic[B]):
+    batch: B
+    lookup: Any
+    """A ``Pull``, or what has its ``outputs`` and ``cancel``."""
+
+
+class RowStream(Closing, Generic[B]):
+    """Yields batches in order, each with the outputs of its lookups; see ``Tables.stream``.
+
+    Also a context manager, which closes it. Not thread-safe.
 
     Args:
-        router: The router of the stack.
-        flat: The ids of the table.
-        rows: The number of their rows.
-        has_lengths: Whether the lengths of bags are sent; by default, if the form of these ids
-            does not tell them.
+        batches: The batches.
+        ahead: How many batches are pulled before they are needed.
+        inputs: Returns the input of the tables for a batch.
+        send: Sends the pull of a lookup, given how many that were sent are used before.
     """
-    stack, number = router.stack, router.dtype.itemsize
-    if has_lengths is None:
-        has_lengths = stack.stripes > 1 or not flat.length
-    entries = flat.n_ids * (number + (0 if flat.weights is None else stack.dtype.itemsize))
-    bags = stack.stripes * flat.bags
-    pulled = entries + bags * ((number if has_lengths else 0) + router.pulled_bytes)
-    return pulled, entries + 2 * number * rows + bags * router.pushed_bytes
 
+    def __init__(
+        self,
+        batches: Iterable[B],
+        ahead: int,
+        inputs: Callable[[B], Mapping[str, Any]],
+        send: Callable[[Mapping[str, Any], int], Any],
+    ) -> None:
+        if type(ahead) is not int or ahead < 0:
+            raise ConfigurationError(f"ahead is {ahead!r}; pass a number of batches, at least 0")
+        check_type(batches, Iterable, "batches", "the batches of the program, such as a list")
+        self._batches = iter(batches)
+        self._ahead = ahead
+        self._inputs = inputs
+        self._send = send
+        self._waiting: deque[_Waiting[B]] = deque()
+        self._is_closed = False
 
-def joined(flats: Sequence[Flat], keys: Tensor, dtype: torch.dtype) -> Flat:
-    """Returns the bags of several tables, one table after the other.
+    def __iter__(self) -> Iterator[tuple[B, dict[str, Tensor]]]:
+        return self
 
-    Args:
-        flats: The bags of each table.
-        keys: The keys of their ids, which take the place of these.
-        dtype: The type of weights: ones in a table without any, if another one has some.
-    """
-    length = flats[0].length if len({flat.length for flat in flats}) == 1 else 0
-    weights, offsets = None, torch.arange(0, len(keys), length or 1, device="cpu")
-    if not length:
-        begin, parts = 0, []
-        for flat in flats:
-            own = torch.arange(flat.n_ids, device="cpu") if flat.offsets is None else flat.offsets
-            parts.append(own + begin)
-            begin += flat.n_ids
-        offsets = torch.cat(parts)
-    if any(flat.weights is not None for flat in flats):
-        ones = [torch.ones(flat.n_ids, dtype=dtype, device="cpu") for flat in flats]
-        given = [flat.weights for flat in flats]
-        weights = torch.cat(
-            [one if own is None else own for one, own in zip(ones, given, strict=True)]
-        )
-    return Flat(keys, offsets, (), weights, keys.device, length)
+    def __next__(self) -> tuple[B, dict[str, Tensor]]:
+        if self._is_closed:
+            raise StopIteration
+        try:
+            self._fill()
+            if self._waiting:
+                batch, lookup = self._waiting[0]
+                outputs = lookup.outputs()
+                self._waiting.popleft()
+                return batch, outputs
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        raise StopIteration
 
+    def _fill(self) -> None:
+        while len(self._waiting) <= self._ahead:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                return
+            lookup = self._send(self._inputs(batch), len(self._waiting))
+            self._waiting.append(_Waiting(batch, lookup))
 
-def averaged(looked: Looked, sums: Tensor) -> Tensor:
-    """Returns the sums of a table's bags, or their means if it pools so."""
-    if looked.member.config.pooling != "mean":
-        return sums
-    lengths = looked.flat.lengths().clamp_(min=1).unsqueeze(1)
-    return sums / lengths.to(sums.dtype)
+    def close(self) -> None:
+        """Cancels the pulls that are under way. The stream is at its end then."""
+        self._is_closed = True
+        while self._waiting:
+            self._waiting.pop().lookup.cancel()

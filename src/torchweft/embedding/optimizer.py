@@ -14,7 +14,7 @@ from torchweft.arguments import is_number
 from torchweft.autograd import get_gradients
 from torchweft.embedding.client import Pushes
 from torchweft.embedding.errors import InputError
-from torchweft.embedding.lookup import Pulled
+from torchweft.embedding.requests import StackRequest
 from torchweft.embedding.rows import Form, Part, encode, sum_rows
 from torchweft.embedding.rules import Rule
 from torchweft.errors import ConfigurationError
@@ -40,7 +40,7 @@ class TablesOptimizer(Optimizer):
         self,
         rule: Rule,
         touched: list[Tensor],
-        push: Callable[[float, Sequence[Pulled], Pushes], None],
+        push: Callable[[float, Sequence[StackRequest], Pushes], None],
         form: Form | None = None,
     ) -> None:
         self._form = form
@@ -115,11 +115,11 @@ class TablesOptimizer(Optimizer):
                 by_stack[number] = used, encoded
         self._push(float(lr), [pulled for pulled, _ in found], pushes)
 
-    def _found(self, context_id: int | None) -> Iterable[tuple[Pulled, Tensor]]:
+    def _found(self, context_id: int | None) -> Iterable[tuple[StackRequest, Tensor]]:
         """Takes the leaves with their gradients."""
         if context_id is None:
             found = [
-                (_pulled(leaf), leaf.grad.detach())
+                (_request_of(leaf), leaf.grad.detach())
                 for leaf in self._touched
                 if leaf.grad is not None
             ]
@@ -129,7 +129,7 @@ class TablesOptimizer(Optimizer):
         found = []
         for leaf, gradient in get_gradients(context_id).items():
             if mine.pop(id(leaf), None) is not None:
-                found.append((_pulled(leaf), gradient))
+                found.append((_request_of(leaf), gradient))
         self._touched[:] = mine.values()
         return found
 
@@ -174,15 +174,15 @@ class TablesOptimizer(Optimizer):
         return "" if rule == own else f"the state is that of {rule}, and the tables have {own}"
 
 
-def _pulled(leaf: Tensor) -> Pulled:
-    pulled: Pulled = leaf.weft_pulled  # type: ignore[attr-defined]
-    return pulled
+def _request_of(leaf: Tensor) -> StackRequest:
+    request: StackRequest = leaf.weft_pulled  # type: ignore[attr-defined]
+    return request
 
 
-def _check_gradient(pulled: Pulled, gradient: Tensor) -> None:
-    stack = pulled.stack
+def _check_gradient(request: StackRequest, gradient: Tensor) -> None:
+    stack = request.stack
     if gradient.layout is not torch.strided or gradient.dtype != stack.dtype:
-        names = ", ".join(dict.fromkeys(each.member.config.name for each in pulled.looked))
+        names = ", ".join(dict.fromkeys(each.member.config.name for each in request.tables))
         servers = ", ".join(stack.servers)
         raise InputError(
             f"a gradient of rows of {names} on {servers} is {gradient.layout} of {gradient.dtype}; "

@@ -23,10 +23,10 @@ from torchweft.embedding.groups import Aggregate, groups_of, hosts_of, join_at
 from torchweft.embedding.initial import fill
 from torchweft.embedding.inputs import Flat
 from torchweft.embedding.layout import Held, pieces_of
-from torchweft.embedding.lookup import Pulled, Traffic
+from torchweft.embedding.lookup import Pull, Reader, RowStream
 from torchweft.embedding.optimizer import TablesOptimizer
 from torchweft.embedding.planner import Plan
-from torchweft.embedding.pulls import Lookups, RowStream
+from torchweft.embedding.requests import StackRequest, Traffic
 from torchweft.embedding.rows import Wire
 from torchweft.embedding.rules import Rule
 from torchweft.embedding.server import Options
@@ -126,14 +126,14 @@ class Tables(nn.Module):
         self._options = Options(plan.layout, self.trainers, staleness, averages, seed, wire, groups)
         self.copies = _copies_of(plan, seed)
         self._client = Client(name, self._options, self.limit_s, join_at)
-        self.lookups = self._looking_up(None)
-        """The lookups of this worker; for ``torchweft.hybrid``."""
+        self.reader = self._made_reader(None)
+        """Looks up rows; for ``torchweft.hybrid``."""
         self._moves = 0
         self._has_rows_beside = False
         self._optimizer: TablesOptimizer | None = None
 
-    def _looking_up(self, before: Lookups | None) -> Lookups:
-        return Lookups(self._client, self.plan, self._wire, self._cache, self._look_up_copy, before)
+    def _made_reader(self, before: Reader | None) -> Reader:
+        return Reader(self._client, self.plan, self._wire, self._cache, self._look_up_copy, before)
 
     @property
     def servers(self) -> Mapping[str, WorkerInfo]:
@@ -170,7 +170,7 @@ class Tables(nn.Module):
             WorkerLost: A server is lost.
             CallTimeout: A server did not answer in time.
         """
-        return self.lookups.look_up(inputs)
+        return self.reader.look_up(inputs)
 
     def stream(
         self,
@@ -212,7 +212,11 @@ class Tables(nn.Module):
                 than ``staleness``: all rows would be pulled again.
         """
         self.check_ahead(ahead)
-        return RowStream(batches, ahead, inputs, self.lookups.send)
+
+        def send(given: Mapping[str, Any], waiting: int) -> Pull:
+            return self.reader.send([self.reader.flats(given)], waiting)
+
+        return RowStream(batches, ahead, inputs, send)
 
     def check_ahead(self, ahead: int) -> None:
         """Checks that rows which are pulled some batches ahead can be young enough; see ``stream``.
@@ -258,7 +262,7 @@ class Tables(nn.Module):
         Call it after another worker has set or restored rows. ``set_weights`` and ``restore`` do it
         for the worker that calls them.
         """
-        self.lookups.clear_cache()
+        self.reader.clear_cache()
 
     # Training
 
@@ -292,10 +296,10 @@ class Tables(nn.Module):
         self._client.check_begin()
         self._client.call_all("set_rule", rule)
         # A group sums before it rounds.
-        touched, form = self.lookups.touched, self._wire.pushed
+        touched, form = self.reader.touched, self._wire.pushed
         form = None if self._client.is_aggregated else form
         self._optimizer = TablesOptimizer(rule, touched, self._push, form)
-        self.lookups.is_trained = True
+        self.reader.is_trained = True
         return self._optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -304,11 +308,11 @@ class Tables(nn.Module):
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none)
 
-    def _push(self, lr: float, pulled: Sequence[Pulled], pushes: Pushes) -> None:
+    def _push(self, lr: float, pulled: Sequence[StackRequest], pushes: Pushes) -> None:
         check_capacity(self._options.layout, pushes, self._options.pushes)
         seen = min((each.version for each in pulled), default=0)
         versions = self._client.push(lr, seen, pushes)
-        self.lookups.note_pushed(pulled, versions)
+        self.reader.note_pushed(pulled, versions)
 
     # Other places
 
@@ -335,7 +339,7 @@ class Tables(nn.Module):
         """
         check_type(plan, Plan, "plan", "what plan_tables returns")
         collection, client = self._collection(), self._client
-        snapshots.check_move(collection, plan, has_gradients=bool(self.lookups.touched))
+        snapshots.check_move(collection, plan, has_gradients=bool(self.reader.touched))
         self._moves += 1  # Also if it fails: servers may have rows under the name for a while.
         options = self._options._replace(layout=plan.layout)
         base, _, _ = self.name.partition("@")
@@ -345,8 +349,8 @@ class Tables(nn.Module):
 
         self._client = snapshots.moved(collection, make)
         self.plan, self._options, self.name = plan, options, self._client.name
-        self.lookups.forget()
-        self.lookups = self._looking_up(self.lookups)
+        self.reader.forget()
+        self.reader = self._made_reader(self.reader)
         client.close()
 
     # Rows
@@ -430,7 +434,7 @@ class Tables(nn.Module):
         return snapshots.occupancy(self._client)
 
     def _config(self, name: str, *, is_dynamic: bool) -> TableConfig:
-        config = self.lookups.checker(name).config
+        config = self.reader.checker(name).config
         if is_dynamic and config.dynamic is None:
             raise BadIds(
                 f"the ids of table {name!r} are numbers of rows; read it by weights()", table=name
@@ -571,7 +575,7 @@ class Tables(nn.Module):
 
     def traffic(self) -> dict[str, Traffic]:
         """Returns what this trainer's lookups and pushes have moved, by table."""
-        return self.lookups.traffic()
+        return self.reader.traffic()
 
     def staleness(self) -> dict[int, int]:
         """Returns how often each staleness was observed, on all servers and of all trainers.
@@ -591,8 +595,8 @@ class Tables(nn.Module):
         Raises:
             WorkerLost: A server is lost; the others have released the rows.
         """
-        self.lookups.forget()
-        self.lookups.touched.clear()
+        self.reader.forget()
+        self.reader.touched.clear()
         self._client.close()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchweft.embedding.client import wait_for
-from torchweft.embedding.lookup import Pulled
+from torchweft.embedding.requests import StackRequest
 from torchweft.embedding.rows import Part, summed
 from torchweft.embedding.server import host_of
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
@@ -54,7 +54,7 @@ def norm_of_mean(stacks: Sequence[Stacks], divisor: int, norm_type: float) -> Te
     return norm_of(norms, norm_type)
 
 
-def stacks_by_server(leaves: Sequence[tuple[Pulled, Tensor]]) -> dict[str, Stacks]:
+def stacks_by_server(leaves: Sequence[tuple[StackRequest, Tensor]]) -> dict[str, Stacks]:
     """Returns by server what the gradients of lookups would push."""
     found: dict[str, Stacks] = {}
     for pulled, gradient in sorted(leaves, key=lambda each: each[0].place):
@@ -67,7 +67,7 @@ def measure_rows(
     key: Key,
     trainers: Sequence[str],
     servers: Mapping[str, Any],
-    leaves: Sequence[tuple[Pulled, Tensor]],
+    leaves: Sequence[tuple[StackRequest, Tensor]],
     norm_type: float,
     timeout_s: float,
     *,

@@ -19,7 +19,7 @@ from torchweft.checkpoint import Snapshot
 from torchweft.embedding import Cache, Dynamic, Jagged, Rule, Tables, Wire, recovery
 from torchweft.embedding.configs import Place
 from torchweft.embedding.groups import Aggregate
-from torchweft.embedding.lookup import Pulled
+from torchweft.embedding.requests import StackRequest
 from torchweft.embedding.tables import check_options, check_types
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.hybrid import clipping
@@ -505,7 +505,9 @@ class HybridModel(nn.Module):
         if self._reductions is not None:
             self._reductions.join_maximum(tensor)
 
-    def _measure(self, leaves: Sequence[tuple[Pulled, Tensor]], norm_type: float) -> list[Tensor]:
+    def _measure(
+        self, leaves: Sequence[tuple[StackRequest, Tensor]], norm_type: float
+    ) -> list[Tensor]:
         if self.tables is None:
             return []
         self._rounds += 1
@@ -537,7 +539,7 @@ class HybridModel(nn.Module):
             }
         for path, name in self._paths.items():
             assert self.tables is not None
-            if self.tables.lookups.checker(name).config.dynamic is None:
+            if self.tables.reader.checker(name).config.dynamic is None:
                 state[f"{path}.weight"] = self.tables.weights(name)
             else:
                 state[f"{path}.ids"], state[f"{path}.rows"] = self.tables.rows(name)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchweft.arguments import kind_of
 from torchweft.autograd import get_gradients
 from torchweft.embedding import SGD, Adagrad, Rule, TablesOptimizer
-from torchweft.embedding.lookup import Pulled
+from torchweft.embedding.requests import StackRequest
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.hybrid.placement import Found, ids_of
 from torchweft.hybrid.plan import PlacementError
@@ -170,7 +170,7 @@ def keeps_rows_without_gradient(rule: Rule) -> bool:
 DenseFactory = Callable[[list[nn.Parameter]], Optimizer]
 _NAMED = 4
 """How many differences a message names."""
-MeasureRows = Callable[[Sequence[tuple[Pulled, Tensor]], float], list[Tensor]]
+MeasureRows = Callable[[Sequence[tuple[StackRequest, Tensor]], float], list[Tensor]]
 
 
 class HybridOptimizer(Optimizer):
@@ -344,7 +344,9 @@ class HybridOptimizer(Optimizer):
                 gradient.mul_(factor.to(gradient.device, gradient.dtype))
         return total
 
-    def _found(self, context_id: int | None) -> tuple[list[Tensor], list[tuple[Pulled, Tensor]]]:
+    def _found(
+        self, context_id: int | None
+    ) -> tuple[list[Tensor], list[tuple[StackRequest, Tensor]]]:
         """Returns the gradients of the local parameters, and those of lookups."""
         touched = [] if self.rows is None else list(self.rows.param_groups[0]["params"])
         if context_id is None:
@@ -353,7 +355,7 @@ class HybridOptimizer(Optimizer):
             of = get_gradients(context_id).get
         dense = [gradient for each in self._local() if (gradient := of(each)) is not None]
         leaves = [
-            (cast("Pulled", leaf.weft_pulled), gradient)
+            (cast("StackRequest", leaf.weft_pulled), gradient)
             for leaf in touched
             if (gradient := of(leaf)) is not None
         ]

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchweft.closing import Closing
 from torchweft.embedding import InputError, Jagged, RowStream, Tables
 from torchweft.embedding.inputs import parts_of
-from torchweft.embedding.pulls import Drawn, Flats, Sent
+from torchweft.embedding.lookup import Flats, Lookup, Pull
 
 B = TypeVar("B")
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -53,11 +53,11 @@ class Expected(NamedTuple):
 
     Attributes:
         given: Its input; the tensors are copies.
-        drawn: Its rows.
+        lookup: Its rows.
     """
 
     given: Jagged
-    drawn: Drawn
+    lookup: Lookup
 
 
 class Passes:
@@ -103,7 +103,7 @@ class Passes:
             return
         given, flats = self._foreseen(arguments)
         if len(given) > 1:  # A single lookup needs no company.
-            self._expected = _by_table(given, self._tables.lookups.look_up_each(flats))
+            self._expected = _by_table(given, self._tables.reader.pull(flats))
 
     def look_up(self, table: str, given: Jagged) -> Tensor:
         """Returns the output of a table; blocks unless its rows were expected."""
@@ -112,8 +112,8 @@ class Passes:
             self._next_notes.append(Noted(table, paths, given.include_last_offset))
         waiting = self._expected.get(table, [])
         for place, each in enumerate(waiting):
-            if each.drawn.is_valid and _are_equal(each.given, given):
-                return waiting.pop(place).drawn.outputs()[table]
+            if each.lookup.is_valid and _are_equal(each.given, given):
+                return waiting.pop(place).lookup.outputs()[table]
         alone = given.ids if isinstance(given.ids, Tensor) and given.ids.is_nested else given
         found: Tensor = self._tables({table: alone})[table]
         return found
@@ -131,7 +131,7 @@ class Passes:
             if given is None:
                 continue
             try:
-                flat = self._tables.lookups.flats({noted.table: given})
+                flat = self._tables.reader.flats({noted.table: given})
             except InputError:
                 continue  # If the pass does look it up, it says so.
             found.append((noted.table, given))
@@ -154,7 +154,7 @@ class Passes:
 
     def _send(self, given: Mapping[str, Any], waiting: int) -> _Sent:
         found, flats = self._foreseen(given["arguments"])
-        sent = self._tables.lookups.send_each(flats, waiting) if found else None
+        sent = self._tables.reader.send(flats, waiting) if found else None
         return _Sent(self, found, sent)
 
     def expect(self, found: dict[str, list[Expected]]) -> None:
@@ -168,12 +168,12 @@ class _Sent:
 
     passes: Passes
     given: Sequence[tuple[str, Jagged]]
-    sent: Sent | None
+    sent: Pull | None
 
     def outputs(self) -> dict[str, Tensor]:
         """Waits for the rows, and has the next pass use them."""
         if self.sent is not None:
-            self.passes.expect(_by_table(self.given, self.sent.drawn()))
+            self.passes.expect(_by_table(self.given, self.sent.wait()))
         return {}
 
     def cancel(self) -> None:
@@ -342,9 +342,9 @@ def _is_same(expected: Tensor | None, given: Any) -> bool:
 
 
 def _by_table(
-    given: Sequence[tuple[str, Jagged]], drawn: Sequence[Drawn]
+    given: Sequence[tuple[str, Jagged]], lookups: Sequence[Lookup]
 ) -> dict[str, list[Expected]]:
     found: dict[str, list[Expected]] = {}
-    for (table, own), each in zip(given, drawn, strict=True):
+    for (table, own), each in zip(given, lookups, strict=True):
         found.setdefault(table, []).append(Expected(own, each))
     return found

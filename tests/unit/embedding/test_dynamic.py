@@ -34,7 +34,7 @@ from torchweft.embedding.configs import Evict
 from torchweft.embedding.dynamic import DynamicShard, IdMap, Ints, Roster, server_of
 from torchweft.embedding.initial import mixed
 from torchweft.embedding.inputs import Checker
-from torchweft.embedding.lookup import Looked, PulledRows, make_router, prepare
+from torchweft.embedding.requests import RowRequest, TableIds, make_router, prepare
 from torchweft.embedding.shard import Gradients
 from torchweft.embedding.steps import Steps
 
@@ -322,8 +322,8 @@ def test_lookups_and_pushes_are_those_of_a_table_with_these_rows(
     ids = torch.tensor(numbers, dtype=torch.int64)
     given = ids if pooling == "none" else ids[: len(ids) // 2 * 2].view(-1, 2)
     flat = Checker(config).flat(given)
-    (pulled,) = prepare(0, make_router(stack, Wire()), [Looked(0, stack.members[0], flat)])
-    assert isinstance(pulled, PulledRows)
+    (pulled,) = prepare(0, make_router(stack, Wire()), [TableIds(0, stack.members[0], flat)])
+    assert isinstance(pulled, RowRequest)
     asked = pulled.requests()
     for name, (_, rows) in asked.items():
         expected = sorted(
@@ -387,7 +387,7 @@ def test_padding_reads_as_zeros_and_never_gets_a_row() -> None:
     config = table("none", padding_idx=-9)
     (stack,) = plan_tables([config], SERVERS, places={"users": RowWise(*SERVERS)}).layout.stacks
     flat = Checker(config).flat(torch.tensor([-9, 4, -9]))
-    (pulled,) = prepare(0, make_router(stack, Wire()), [Looked(0, stack.members[0], flat)])
+    (pulled,) = prepare(0, make_router(stack, Wire()), [TableIds(0, stack.members[0], flat)])
     pushes = pulled.pushes(torch.ones(2, 4, dtype=torch.float64))
     assert [part[0].tolist() for part in pushes.values()] == [[4]]
     shard = DynamicShard(stack, 0, seed=0, limit=3)

@@ -1,221 +1,92 @@
-"""What lookups send, without servers: the shards are here."""
-
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from torchweft.embedding import SGD, Copies, RowWise, TableConfig, TableWise, plan_tables
-from torchweft.embedding.inputs import Checker
-from torchweft.embedding.lookup import Looked, Pulled, PulledRows, PulledSums, Router, prepare
-from torchweft.embedding.shard import Gradients, Shard
-
-SERVERS = ("a", "b", "c")
+from torchweft.embedding import RowStream
+from torchweft.errors import ConfigurationError
 
 
-def prepared(tables: list[TableConfig], ids: list[Any], place: Any) -> tuple[Router, list[Pulled]]:
-    places = {each.name: place(number) for number, each in enumerate(tables)}
-    (stack,) = plan_tables(tables, SERVERS, places=places).layout.stacks
-    router = Router(stack)
-    looked = [
-        Looked(number, member, Checker(member.config).flat(value))
-        for number, (member, value) in enumerate(zip(stack.members, ids, strict=True))
-    ]
-    return router, prepare(0, router, looked)
+class Lookup:
+    """A lookup that was sent, and what became of it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.state = "sent"
+
+    def outputs(self) -> dict[str, Tensor]:
+        if self.number < 0:
+            raise OSError("no rows")
+        self.state = "used"
+        return {"words": torch.tensor(self.number)}
+
+    def cancel(self) -> None:
+        self.state = "cancelled"
 
 
-def striped(number: int) -> Any:
-    return RowWise(*SERVERS)
+class Sender:
+    """Sends lookups of batches, which are numbers."""
+
+    def __init__(self) -> None:
+        self.sent: list[Lookup] = []
+
+    def __call__(self, inputs: Mapping[str, Any], waiting: int) -> Lookup:
+        assert waiting == self.states().count("sent")
+        self.sent.append(Lookup(inputs["words"]))
+        return self.sent[-1]
+
+    def states(self) -> list[str]:
+        return [each.state for each in self.sent]
 
 
-def whole(number: int) -> Any:
-    return TableWise(SERVERS[-number % 3])
+def stream_of(batches: Any, ahead: int, sender: Sender) -> RowStream[int]:
+    return RowStream(batches, ahead, lambda batch: {"words": batch}, sender)
 
 
-def skewed(count: int, rows: int, seed: int = 0) -> Tensor:
-    """Returns ids with the frequencies of words: the id r has a share of about 1 / r."""
-    draws = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (rows**draws).long().sub_(1).clamp_(max=rows - 1)
+@pytest.mark.parametrize("ahead", [0, 1, 3, 20])
+def test_batches_come_in_order_and_so_many_are_drawn_ahead(ahead: int) -> None:
+    sender = Sender()
+    for number, (batch, outputs) in enumerate(stream_of(range(8), ahead, sender)):
+        assert (batch, int(outputs["words"])) == (number, number)
+        assert len(sender.sent) == min(8, number + 1 + ahead)
+    assert sender.states() == ["used"] * 8
 
 
-@pytest.mark.parametrize("place", [striped, whole])
-def test_lookups_and_pushes_are_those_of_embedding_bag(place: Any) -> None:
-    tables = [
-        TableConfig("long", 50, 32, "sum"),
-        TableConfig("none", 20, 32, "none"),
-        TableConfig("mean", 90, 32, "mean"),
-        TableConfig("idle", 10, 32),
-    ]
-    ids = [skewed(160, 50).view(2, 80), skewed(9, 20), skewed(12, 90).view(3, 4)]
-    ids.append(torch.empty(2, 0, dtype=torch.int64))
-    router, found = prepared(tables, ids, place)
-    assert {type(each) for each in found} == {PulledRows, PulledSums}
-    shards = {name: Shard(router.stack, k, 0) for k, name in enumerate(router.stack.servers)}
-    before = {table.name: assembled(router, shards, table.name) for table in tables}
-    for shard in shards.values():
-        shard.set_rule(SGD(lr=1.0))
-    for pulled in found:
-        answers = {}
-        for server, (_, *request) in pulled.requests().items():
-            shard = shards[server]
-            answers[server] = shard.pool(*request) if len(request) > 1 else shard.pull(*request)
-        values = pulled.gather(answers).requires_grad_()
-        total = values.sum() * 0
-        for member, output in pulled.outputs(values):
-            weights = before[member.config.name].requires_grad_()
-            expected = looked_up(member.config, weights, ids[tables.index(member.config)])
-            assert torch.allclose(output, expected, atol=1e-5), member.config.name
-            expected.square().sum().backward()
-            total = total + output.square().sum()
-        (gradient,) = torch.autograd.grad(total, values)
-        for server, part in pulled.pushes(gradient).items():
-            pushed = Gradients(pulled.used, [part])
-            shards[server].check(pushed)
-            shards[server].apply([pushed], 1.0, 1, 1)
-    for table in tables:
-        weights = before[table.name]
-        expected = weights.detach() - weights.grad
-        assert torch.allclose(assembled(router, shards, table.name), expected, atol=1e-4)
+def test_leaving_the_block_cancels_what_was_sent_and_ends_the_stream() -> None:
+    sender = Sender()
+    with stream_of(range(8), 2, sender) as stream:
+        next(stream)
+    assert sender.states() == ["used", "cancelled", "cancelled"]
+    assert list(stream) == []
+    stream.close()
 
 
-def assembled(router: Router, shards: dict[str, Shard], name: str) -> Tensor:
-    """Returns a table from its shards."""
-    stack = router.stack
-    member = next(each for each in stack.members if each.config.name == name)
-    whole = torch.empty(member.config.rows, stack.dim)
-    for shard in shards.values():
-        rows = shard.rows_of(member)
-        if rows:
-            whole[rows.start :: rows.step] = shard.weights[member.base : member.base + len(rows)]
-    return whole
+def test_an_error_of_a_lookup_cancels_it_and_the_later_ones() -> None:
+    sender = Sender()
+    stream = stream_of([0, -1, 2, 3], 1, sender)
+    next(stream)
+    with pytest.raises(OSError, match="no rows"):
+        next(stream)
+    assert sender.states() == ["used", "cancelled", "cancelled"]
+    assert list(stream) == []
 
 
-def looked_up(config: TableConfig, weights: Tensor, ids: Tensor) -> Tensor:
-    if config.pooling == "none":
-        return functional.embedding(ids, weights)
-    offsets = torch.arange(len(ids)) * ids.shape[1]
-    return functional.embedding_bag(ids.reshape(-1), weights, offsets, mode=config.pooling)
+def test_an_error_of_the_batches_cancels_what_was_sent() -> None:
+    def batches() -> Iterator[int]:
+        yield 0
+        raise OSError("no file")
+
+    sender = Sender()
+    with pytest.raises(OSError, match="no file"):
+        next(stream_of(batches(), 3, sender))
+    assert sender.states() == ["cancelled"]
 
 
-def test_servers_pool_exactly_where_that_moves_fewer_bytes() -> None:
-    table = TableConfig("t", 1000, 64)
-    row = 4 + 256
-    for length in (1, 2, 3, 4, 8):
-        ids = torch.arange(4 * length).view(4, length)
-        (pulled,) = prepared([table], [ids], whole)[1]
-        (moved,) = pulled.moved.values()
-        as_rows = 2 * 4 * length * row
-        as_sums = 2 * 4 * length * 4 + 4 * 256 + 2 * 4 * length * 4 + 4 * 256
-        assert isinstance(pulled, PulledSums) == (as_sums < as_rows)
-        assert moved.pulled_bytes + moved.pushed_bytes == min(as_rows, as_sums)
-
-
-def nbytes(parts: Any) -> int:
-    tensors = [each for part in parts for each in part if isinstance(each, Tensor)]
-    return sum(each.nbytes for each in tensors)
-
-
-@pytest.mark.parametrize("place", [striped, whole])
-@pytest.mark.parametrize("length", [1, 30])
-def test_counts_are_the_bytes_of_the_messages(length: int, place: Any) -> None:
-    table = TableConfig("t", 400, 16)
-    router, (pulled,) = prepared([table], [skewed(20 * length, 400).view(20, length)], place)
-    (moved,) = pulled.moved.values()
-    requests = nbytes(request for request in pulled.requests().values())
-    shards = {name: Shard(router.stack, k, 0) for k, name in enumerate(router.stack.servers)}
-    answers = {
-        server: shards[server].pool(*rest) if len(rest) > 1 else shards[server].pull(*rest)
-        for server, (_, *rest) in pulled.requests().items()
-    }
-    assert moved.pulled_bytes == requests + nbytes([answers.values()])
-    gradient = torch.zeros_like(pulled.gather(answers))
-    assert moved.pushed_bytes == nbytes(pulled.pushes(gradient).values())
-
-
-def test_a_sparse_push_of_words_is_a_fraction_of_a_dense_one() -> None:
-    table = TableConfig("words", 18_328, 64, "none")
-    sparse, ids = 0, 0
-    for seed in range(10):
-        (pulled,) = prepared([table], [skewed(20 * 35, table.rows, seed)], striped)[1]
-        (moved,) = pulled.moved.values()
-        sparse += moved.pushed_bytes
-        ids += moved.ids
-    dense = 10 * table.size_bytes
-    assert dense / sparse > 30
-    assert dense / (ids * (4 + 256)) == pytest.approx(25.4, rel=0.1)
-    assert sparse < 0.8 * ids * (4 + 256)
-
-
-def test_a_table_that_is_copied_has_no_stack() -> None:
-    plan = plan_tables([TableConfig("t", 5, 2)], SERVERS, places={"t": Copies()})
-    assert plan.layout == ((), ())
-
-
-@pytest.mark.parametrize("place", [striped, whole])
-@pytest.mark.parametrize("count", [3, 200])
-def test_keys_are_those_of_a_sort_with_positions(count: int, place: Any) -> None:
-    tables = [TableConfig("a", 50, 4), TableConfig("b", 900, 4), TableConfig("c", 7, 4)]
-    places = {each.name: place(number) for number, each in enumerate(tables)}
-    (stack,) = plan_tables(tables, SERVERS, places=places).layout.stacks
-    router = Router(stack)
-    flats = [
-        Looked(
-            number,
-            member,
-            Checker(member.config).flat(skewed(count, member.config.rows).view(1, -1)),
-        )
-        for number, member in enumerate(stack.members)
-    ]
-    expected = [len(flat.ids.unique()) for _, _, flat in flats]
-    ordered, by_keys = router.route(flats), router.route(flats)
-    assert torch.equal(by_keys.keys, ordered.order.unique)
-    assert torch.equal(ordered.keys, ordered.order.unique)
-    assert by_keys.cuts == ordered.cuts
-    for routed in (ordered, by_keys, router.route(flats)):
-        assert routed.counts == expected
-    first = router.route(flats[:1]).counts
-    assert first == [expected[0], 0, 0]
-
-
-@pytest.mark.parametrize("place", [striped, whole])
-def test_as_many_ids_are_looked_at_as_it_takes(place: Any) -> None:
-    tables = [TableConfig("early", 500, 4), TableConfig("late", 500, 4), TableConfig("few", 500, 4)]
-    places = {each.name: place(number) for number, each in enumerate(tables)}
-    (stack,) = plan_tables(tables, SERVERS, places=places).layout.stacks
-    router = Router(stack)
-    rising, zeros = torch.arange(500), torch.zeros(500, dtype=torch.int64)
-    ids = {"early": torch.cat([rising, zeros]), "late": torch.cat([zeros, rising])}
-    ids["few"] = torch.cat([rising[:30], zeros])
-    flats = [
-        Looked(number, member, Checker(member.config).flat(ids[member.config.name].view(1, -1)))
-        for number, member in enumerate(stack.members)
-    ]
-    names = [member.config.name for member in stack.members]
-    for limit in (0, 1, 7, 28, 29, 30, 250, 498, 499, 500, 1000):
-        found = router.route(flats).beyond(dict.fromkeys(range(3), limit))
-        expected = {name for name in names if len(ids[name].unique()) > limit}
-        assert {names[number] for number in found} == expected
-    assert router.route(flats).beyond({1: 1}) == {1}
-
-
-def test_bags_of_one_length_are_sent_without_lengths() -> None:
-    table = TableConfig("t", 40, 64)
-    ids = skewed(400, 40).view(10, 40)
-    ragged = (ids.view(-1), torch.tensor([0, 1, 1, 399]))
-    for value, expected in ((ids, 40), (ragged, 0)):
-        router, (pulled,) = prepared([table], [value], whole)
-        assert isinstance(pulled, PulledSums)
-        ((server, (_, numbers, bags, length, weights)),) = pulled.requests().items()
-        assert (bags, length, weights) == (10 if expected else 4, expected, None)
-        assert len(numbers) == 400 + (0 if expected else 4)
-        shard = Shard(router.stack, router.stack.servers.index(server), 0)
-        weights = assembled(router, {server: shard}, "t")
-        given = (value, None) if expected else value
-        assert torch.allclose(
-            shard.pool(numbers, bags, length, None),
-            functional.embedding_bag(given[0], weights, given[1], mode="sum"),
-        )
+@pytest.mark.parametrize("ahead", [-1, 1.5, True])
+def test_a_look_ahead_that_is_no_number_is_refused(ahead: Any) -> None:
+    with pytest.raises(ConfigurationError, match="ahead is"):
+        stream_of([], ahead, Sender())

@@ -15,7 +15,7 @@ from torchweft.hybrid.passes import Passes
 
 
 @dataclass
-class Drawn:
+class FakeLookup:
     """An expected lookup; its output is the sum of the ids."""
 
     flats: Mapping[str, Tensor]
@@ -29,9 +29,9 @@ class FakeTables:
     """Notes which tables were pulled together, and which alone."""
 
     def __init__(self) -> None:
-        self.lookups = self
+        self.reader = self
         self.pulled: list[list[str]] = []
-        self.drawn: list[Drawn] = []
+        self.lookups: list[FakeLookup] = []
 
     def flats(self, inputs: Mapping[str, Jagged]) -> dict[str, Tensor]:
         for given in inputs.values():
@@ -39,10 +39,10 @@ class FakeTables:
                 raise BadIds("an id is negative")
         return {name: given.ids for name, given in inputs.items()}
 
-    def look_up_each(self, each: Sequence[Mapping[str, Tensor]]) -> list[Drawn]:
+    def pull(self, each: Sequence[Mapping[str, Tensor]]) -> list[FakeLookup]:
         self.pulled.append([name for flats in each for name in flats])
-        self.drawn = [Drawn(flats) for flats in each]
-        return self.drawn
+        self.lookups = [FakeLookup(flats) for flats in each]
+        return self.lookups
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         self.pulled.append(list(inputs))
@@ -141,7 +141,7 @@ def test_rows_of_another_step_are_not_used() -> None:
         model.run(draw(4, number), how=lookups_of_two)
 
     def how(batch: Batch) -> list[Any]:
-        for each in model.tables.drawn:
+        for each in model.tables.lookups:
             each.is_valid = False
         return lookups_of_two(batch)
 
