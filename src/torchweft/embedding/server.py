@@ -11,16 +11,35 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from torchweft.embedding.dynamic import DynamicShard, capacity_limit
-from torchweft.embedding.errors import StepError, TablesMismatch
-from torchweft.embedding.layout import Layout, Stack
-from torchweft.embedding.pieces import Pieces
+from torchweft.embedding.dynamic import (
+    ALL,
+    ROWS,
+    WAITING,
+    DynamicShard,
+    Occupancy,
+    capacity_limit,
+    overlaid,
+)
+from torchweft.embedding.errors import InputError, StepError, TablesMismatch
+from torchweft.embedding.layout import (
+    Held,
+    Layout,
+    Plain,
+    Stack,
+    common,
+    from_plain,
+    pieces_of,
+    within,
+)
+from torchweft.embedding.meeting import Meeting
+from torchweft.embedding.pieces import PLACES, Entry, Link, asked, cut
 from torchweft.embedding.rows import Part, Wire, decode, encode
 from torchweft.embedding.rules import Rule
 from torchweft.embedding.shard import Gradients, Shard
 from torchweft.embedding.steps import Steps
-from torchweft.errors import ConfigurationError
+from torchweft.errors import BrokenChain, ConfigurationError
 from torchweft.extending import (
     NumberRow,
     NumberTable,
@@ -32,6 +51,8 @@ from torchweft.extending import (
 )
 from torchweft.rpc import RRef, expose, functions, get_worker_info
 
+_MARKS = 256
+"""The snapshots that a server knows as bases."""
 NO_TRAINER = -1
 """In place of a trainer: a pull that servers do not count."""
 ROW_PARTS = 2
@@ -86,7 +107,19 @@ class GradientPush(NamedTuple):
     gradients: dict[int, Gradients]
 
 
-class Host(Pieces[GradientPush]):
+class Mark(NamedTuple):
+    """Where the shards stood when a snapshot was taken or restored.
+
+    Attributes:
+        version: The version.
+        steps: The steps of the first table of each stack.
+    """
+
+    version: int
+    steps: dict[int, float]
+
+
+class Host(Meeting[GradientPush]):
     """The shards of a collection on this worker. Thread-safe.
 
     Args:
@@ -96,15 +129,20 @@ class Host(Pieces[GradientPush]):
     """
 
     def __init__(self, name: str, options: Options, server: str) -> None:
-        shards = {
+        pushers = options.pushers
+        steps = Steps[GradientPush]([each[0] for each in pushers], options.staleness, server)
+        super().__init__(name, steps, pushers)
+        self.server = server
+        self.options = options
+        self.layout = options.layout
+        self.shards = {
             number: _shard(stack, stack.servers.index(server), options)
             for number, stack in enumerate(options.layout.stacks)
             if server in stack.servers
         }
-        pushers = options.pushers
-        steps = Steps[GradientPush]([each[0] for each in pushers], options.staleness, server)
-        super().__init__(name, server, options.layout, shards, steps, pushers)
-        self.options = options
+        self.rule: Rule | None = None
+        self.marks: dict[str, Mark] = {}
+        """By the mark of a snapshot whose rows these were: where they stood. The newest ones."""
         self._complete: deque[tuple[int, Sequence[GradientPush]]] = deque()
         """Steps that all trainers have pushed and that are not applied yet, with their versions."""
         self._failure: Exception | None = None
@@ -266,6 +304,240 @@ class Host(Pieces[GradientPush]):
         """Returns how often each staleness was observed on this server."""
         with self.settled():
             return dict(self.steps.staleness)
+
+    def shard(self, stack: int) -> Shard:
+        """Returns the shard of a stack.
+
+        Raises:
+            InputError: There is none here.
+        """
+        found = self.shards.get(stack)
+        if found is None:
+            tables = self.tables_of(stack)
+            raise InputError(
+                f"server {self.server!r} has no rows of stack {stack}"
+                f"{f', {tables}' * bool(tables)}",
+                server=self.server,
+                table=tables,
+            )
+        return found
+
+    def tables_of(self, stack: Any) -> str:
+        """Returns the names of the tables of a stack, if there is such a stack."""
+        if type(stack) is not int or not 0 <= stack < len(self.layout.stacks):
+            return ""
+        members = self.layout.stacks[stack].members
+        return ", ".join(dict.fromkeys(each.config.name for each in members))
+
+    # Whole tables
+
+    @expose
+    def read(self, stack: int, member: int) -> Tensor:
+        """Returns this server's rows of a member of a stack."""
+        with self.settled():
+            return self.shard(stack).held(member)["weights"].clone()
+
+    @expose
+    def write(self, stack: int, member: int, values: Tensor) -> None:
+        """Sets this server's rows of a member of a stack.
+
+        Raises:
+            InputError: The values have another shape or type; nothing was changed.
+        """
+        with self.settled():
+            rows = self.shard(stack).held(member)["weights"]
+            if values.shape != rows.shape or values.dtype != rows.dtype:
+                raise InputError(
+                    f"server {self.server!r} was sent values {list(values.shape)} of "
+                    f"{values.dtype} for rows {list(rows.shape)} of {rows.dtype} of "
+                    f"{self.tables_of(stack)}",
+                    server=self.server,
+                    table=self.tables_of(stack),
+                )
+            rows.copy_(values)
+            # As the next step does: pulls of this version may have seen the rows as they were.
+            self.shard(stack).note_changed(member, self.steps.version + 1)
+
+    @expose
+    def rows(self, table: str) -> list[tuple[Tensor, Tensor]]:
+        """Returns the ids of a dynamic table that have rows here, and these, if there are any."""
+        with self.settled():
+            return [shard.rows() for name, shard in self._dynamic() if name == table]
+
+    @expose
+    def occupancy(self) -> dict[str, Occupancy]:
+        """Returns how many ids of each dynamic table have rows on this server."""
+        with self.settled():
+            return {name: shard.occupancy() for name, shard in self._dynamic()}
+
+    def _dynamic(self) -> Iterator[tuple[str, DynamicShard]]:
+        for shard in self.shards.values():
+            if isinstance(shard, DynamicShard):
+                yield shard.stack.members[0].config.name, shard
+
+    # Snapshots
+
+    @expose
+    def standing(self) -> tuple[int, bool, str]:
+        """Returns where this server stands between steps.
+
+        Returns:
+            The version; whether no pushes wait for those of other trainers; and the optimizer with
+            its settings, or nothing.
+        """
+        with self.settled():
+            rule = "" if self.rule is None else self.rule.settings()
+            return self.steps.version, self.steps.is_between, rule
+
+    @expose
+    def leave(self, version: int, mark: str, since: str | None) -> list[RRef[Entry]]:
+        """Returns an entry for each piece of this server, whose content is that of a version.
+
+        Args:
+            version: The version.
+            mark: Mark of the new snapshot.
+            since: Mark of its base; None for all rows.
+
+        Raises:
+            BrokenChain: The rows here do not come from the base.
+            StepError: A step was applied since the caller asked for the version.
+        """
+        check_types(mark=(mark, str), version=(version, int))
+        with self.settled():
+            base = None if since is None else self.marks.get(since)
+            if since is not None and base is None:
+                raise BrokenChain(
+                    f"the rows of {self.name!r} on server {self.server!r} do not come from it",
+                    worker=self.server,
+                )
+            self._check_version(version)
+            self.set_mark(mark)
+
+        def reader(held: Held) -> Callable[[], dict[str, Any]]:
+            def read() -> dict[str, Any]:
+                with self.settled():
+                    self._check_version(version)
+                    # Copied under the lock: later pushes change these rows.
+                    return self.content_of(held, base)
+
+            return read
+
+        return [RRef(Entry(reader(held))) for held in self.held()]
+
+    @expose
+    def offer(self) -> list[RRef[Entry]]:
+        """Returns an entry for each piece of this server, with the rows themselves.
+
+        No trainer makes a step until other servers have taken them.
+        """
+        entries = []
+        with self.settled():
+            for held in self.held():
+                entry, shard = Entry(), self.shards[held.stack]
+                is_dynamic = isinstance(shard, DynamicShard)
+                tensors = shard.copied(held.member) if is_dynamic else shard.held(held.member)
+                entry.content = {"tensors": tensors, "steps": float(shard.steps[held.member])}
+                entries.append(RRef(entry))
+        return entries
+
+    @expose
+    def receive(self, count: int) -> list[RRef[Entry]]:
+        """Returns entries that take up pieces of a snapshot."""
+        check_types(count=(count, int))
+        return [RRef(Entry()) for _ in range(count)]
+
+    @expose
+    def adopt(self, links: Sequence[Link], mark: str, timeout_s: float) -> None:
+        """Sets this server's rows and their state to those of a snapshot, which servers received.
+
+        Args:
+            links: The pieces of a full snapshot, and of the increments that follow it.
+            mark: The mark of the last one.
+            timeout_s: Limit of each call.
+        """
+        with self.settled():
+            self.marks.clear()  # From here on, these are no snapshot's rows.
+        for held in self.held():
+            own = [[each for each in link if each[0][0] == held.piece.table] for link in links]
+            shard = self.shards[held.stack]
+            if isinstance(shard, DynamicShard):
+                self._adopt_ids(shard, own, timeout_s)
+                continue
+            for link in own:
+                for plain, entry in link:
+                    self._adopt(held, plain, entry, timeout_s)
+        with self.settled():
+            for shard in self.shards.values():
+                shard.changed.fill_(self.steps.version)
+            self.set_mark(mark)
+
+    def held(self) -> list[Held]:
+        """Returns the pieces of this server."""
+        return [each for each in pieces_of(self.layout) if each.piece.server == self.server]
+
+    def set_mark(self, mark: str) -> None:
+        """Notes that these rows are those of a snapshot."""
+        steps = {number: float(shard.steps[0]) for number, shard in self.shards.items()}
+        self.marks[mark] = Mark(self.steps.version, steps)
+        while len(self.marks) > _MARKS:
+            del self.marks[next(iter(self.marks))]
+
+    def content_of(self, held: Held, since: Mark | None) -> dict[str, Any]:
+        """Returns copies of a piece; of the rows that changed since a mark, if there is one."""
+        shard = self.shards[held.stack]
+        if since is None:
+            tensors = shard.copied(held.member)
+        else:
+            tensors = shard.copied_since(held.member, since.version, since.steps[held.stack])
+        return {"tensors": tensors, "steps": float(shard.steps[held.member])}
+
+    def _check_version(self, version: int) -> None:
+        # With a bound, a push that waits is of a trainer that may have gone on.
+        is_ahead = self.steps.may_be_ahead and not self.steps.is_between
+        if self.steps.version != version or is_ahead:
+            raise StepError(
+                f"server {self.server!r} is at version {self.steps.version}, and the snapshot is "
+                f"of version {version}: a trainer has pushed while it was taken; have all "
+                "trainers wait until it is saved",
+                server=self.server,
+                step=version,
+                expected=self.steps.version,
+            )
+
+    def _adopt(self, held: Held, plain: Plain, entry: RRef[Entry], timeout_s: float) -> None:
+        """Takes over what a piece here and one of a snapshot have in common."""
+        target, source, shard = held.piece, from_plain(plain), self.shards[held.stack]
+        rows, columns = common(target.rows, source.rows), common(target.columns, source.columns)
+        if not columns or not rows:
+            return
+        wanted = within(rows, source.rows), within(columns, source.columns), len(source.columns)
+        start, _, step = within(rows, target.rows)
+        for steps, found in asked(entry, "take", wanted, timeout_s):
+            places = found[PLACES] * step + start
+            with self.settled():
+                for key, tensor in shard.held(held.member).items():
+                    own = cut(tensor, within(columns, target.columns), len(target.columns))
+                    own[places] = found[key]
+                shard.steps[held.member] = steps
+
+    def _adopt_ids(self, shard: DynamicShard, links: Sequence[Link], timeout_s: float) -> None:
+        """Takes over those ids of a dynamic table that belong here."""
+        servers = shard.stack.servers
+        content: dict[str, Tensor] = {}
+        steps = 0.0
+        for number, link in enumerate(links):
+            parts: dict[str, list[Tensor]] = {}
+            for prefix in (ROWS, WAITING, ALL + ROWS, ALL + WAITING)[: 4 if number else 2]:
+                wanted = prefix, len(servers), servers.index(self.server)
+                for _, entry in link:
+                    for of_table, found in asked(entry, "take_ids", wanted, timeout_s):
+                        steps = of_table
+                        for key, each in found.items():
+                            parts.setdefault(key, []).append(each)
+            joined = {key: torch.cat(each) for key, each in parts.items()}
+            content = overlaid(content, joined) if number else joined
+        with self.settled():
+            shard.replace(content, steps)
 
 
 def _own(value: Any) -> Any:

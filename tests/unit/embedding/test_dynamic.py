@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from tests.dynamic_ids_alone import server_by_definition
 from tests.thorough import examples
 from torchweft.embedding import (
     SGD,
-    Adagrad,
     ColumnWise,
     Copies,
     Dynamic,
@@ -26,7 +24,6 @@ from torchweft.embedding import (
     TableWise,
     Wire,
     initial,
-    pieces,
     plan_tables,
     touched_shares,
 )
@@ -36,7 +33,6 @@ from torchweft.embedding.initial import mixed
 from torchweft.embedding.inputs import Checker
 from torchweft.embedding.requests import RowRequest, TableIds, make_router, prepare
 from torchweft.embedding.shard import Gradients
-from torchweft.embedding.steps import Steps
 
 EXTREMES = [0, 1, -1, 2**63 - 1, -(2**63), -(2**63) + 1, 2**33, 2**57, 2**62]
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -392,72 +388,3 @@ def test_padding_reads_as_zeros_and_never_gets_a_row() -> None:
     assert [part[0].tolist() for part in pushes.values()] == [[4]]
     shard = DynamicShard(stack, 0, seed=0, limit=3)
     assert shard.pull(torch.tensor([-9])).tolist() == [[0.0] * 4]
-
-
-class Received(pieces.Entry):
-    """An entry of a snapshot on this worker, as references give it."""
-
-    def is_owner(self) -> bool:
-        return True
-
-    def local_value(self) -> pieces.Entry:
-        return self
-
-
-class Server(pieces.Pieces[None]):
-    """A server without an agent."""
-
-    def settled(self) -> nullcontext[None]:
-        return nullcontext()
-
-
-@pytest.mark.parametrize("chunk_bytes", [1, 200, 1 << 26])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_servers_take_their_ids_of_a_snapshot_in_any_chunks(
-    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, count: int
-) -> None:
-    monkeypatch.setattr(pieces, "_CHUNK_BYTES", chunk_bytes)
-    config = TableConfig("users", 90, 4, "sum", torch.float64, dynamic=Dynamic(2))
-    ids = np.random.default_rng(0).integers(-(2**62), 2**62, 40)
-    layouts = [
-        plan_tables([config], SERVERS, places={"users": RowWise(*SERVERS[:number])}).layout
-        for number in (2, count)
-    ]
-    entries, before = [], []
-    for k in range(2):
-        shard = DynamicShard(layouts[0].stacks[0], k, seed=0, limit=90)
-        shard.set_rule(Adagrad())
-        for end in (40, 25):
-            own = torch.from_numpy(np.sort(ids[:end]))
-            own = own[server_of(own, 2) == k]
-            part = own, torch.ones(len(own), 4, dtype=torch.float64)
-            shard.apply([Gradients(1, [part])], lr=0.5, divisor=1, version=1)
-        entries.append(Received())
-        entries[-1].content = {"tensors": shard.copied(0), "steps": float(shard.steps[0])}
-        before.append(shard.copied(0))
-    after = []
-    for k in range(count):
-        shard = DynamicShard(layouts[1].stacks[0], k, seed=0, limit=90)
-        shard.set_rule(Adagrad())
-        steps = Steps[None](["trainer"], 0)
-        host = Server("tables", SERVERS[k], layouts[1], {0: shard}, steps)
-        found: Any = [((), entry) for entry in entries]
-        host._adopt_ids(shard, [found], 1.0)
-        assert shard.steps.tolist() == [2.0]
-        after.append(shard.copied(0))
-        for prefix in ("rows.", "waiting."):
-            assert set(server_of(after[-1][f"{prefix}ids"], count).tolist()) <= {k}
-    for prefix, number in (("rows.", 25), ("waiting.", 15)):
-        orders = [
-            torch.cat([each[f"{prefix}ids"] for each in parts]).argsort()
-            for parts in (before, after)
-        ]
-        names = [name for name in before[0] if name.startswith(prefix)]
-        assert len(names) == (6 if prefix == "rows." else 4)
-        for name in names:
-            one, other = (
-                torch.cat([each[name] for each in parts])[order]
-                for parts, order in zip((before, after), orders, strict=True)
-            )
-            assert len(one) == number
-            assert torch.equal(one, other), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from typing import Any
 
@@ -28,10 +27,9 @@ from torchweft.embedding import (
     plan_tables,
 )
 from torchweft.embedding.dynamic import server_of
-from torchweft.embedding.pieces import Entry, Pieces
-from torchweft.embedding.server import Options, _shard
+from torchweft.embedding.pieces import Entry
+from torchweft.embedding.server import Host, Options
 from torchweft.embedding.shard import Gradients, Shard
-from torchweft.embedding.steps import Steps
 
 SERVERS = ("a", "b", "c")
 TABLES = (
@@ -58,13 +56,6 @@ class Received(Entry):
         return self
 
 
-class Server(Pieces[None]):
-    """A server without an agent."""
-
-    def settled(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
 class Servers:
     """All servers of a collection."""
 
@@ -73,17 +64,10 @@ class Servers:
         plan = plan_tables(TABLES, SERVERS, places=dict(zip(names, places, strict=True)))
         self.plan: Plan = plan
         options = Options(plan.layout, ("trainer",), 0, True, seed)
-        self.hosts: list[Server] = []
-        for name in plan.layout.servers:
-            shards = {
-                number: _shard(stack, stack.servers.index(name), options)
-                for number, stack in enumerate(plan.layout.stacks)
-                if name in stack.servers
-            }
-            for shard in shards.values():
+        self.hosts = [Host("tables", options, name) for name in plan.layout.servers]
+        for host in self.hosts:
+            for shard in host.shards.values():
                 shard.set_rule(rule)
-            steps = Steps[None](["trainer"], 0, name)
-            self.hosts.append(Server("tables", name, plan.layout, shards, steps))
 
     def step(self, number: int, ids: list[list[int]]) -> None:
         """Changes rows of tables, as a push of one trainer does."""
