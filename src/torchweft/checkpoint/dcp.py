@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from torchweft.checkpoint import files, snapshots
+from torchweft.checkpoint.encoding import decode_part
 from torchweft.checkpoint.files import Written
 from torchweft.checkpoint.kinds import FOREIGN, Content
 from torchweft.checkpoint.snapshots import EntryRecord, Manifest, PartRecord, Snapshot
@@ -160,7 +161,7 @@ def read_part(folder: str, worker: str, wanted: list[str]) -> Content:
         found: Tensor = _read(folder, index, [described["names"][name]]).popitem()[1]
         return found
 
-    return files.decode_part(described["head"], wanted, tensor_of)
+    return decode_part(described["head"], wanted, tensor_of)
 
 
 def _names_in(index: Any, path: str) -> dict[str, str]:

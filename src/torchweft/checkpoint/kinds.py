@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchweft.checkpoint.copying import MAPPINGS, SCALARS, SEQUENCES, HostCopier
 from torchweft.errors import ArgumentTypeError
-from torchweft.memory import DeviceCopies
 from torchweft.nn import local_modules
 from torchweft.optim import states
+
+SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+SEQUENCES = (list, tuple, set)
+MAPPINGS = (dict, OrderedDict, Counter)
 
 MODULE, TENSOR, GENERATOR, OBJECT = "module", "tensor", "generator", "object"
 DATA = "data"
@@ -140,27 +142,15 @@ def check_whole(path: str, value: Any) -> None:
             )
 
 
-def take(path: str, kind: str, value: Any, devices: DeviceCopies | None = None) -> Any:
-    """Returns a copy of the state of a value: tensors in host memory, and plain values.
-
-    Args:
-        path: Its path, for messages.
-        kind: Its kind.
-        value: The value.
-        devices: Copies tensors on GPUs, see ``HostCopier``.
-
-    Raises:
-        ArgumentTypeError: The state contains an object of another type; says where.
-    """
-    copier = HostCopier(path, devices)
+def state_of(kind: str, value: Any) -> Any:
+    """Returns the state of a value of a kind; nothing is copied."""
     if kind == MODULE:
         with torch.no_grad():
             state = value.state_dict()
-        metadata = dict(getattr(state, "_metadata", {}))
-        return {"state": copier.copy(dict(state)), "metadata": copier.copy(metadata)}
+        return {"state": dict(state), "metadata": dict(getattr(state, "_metadata", {}))}
     if kind == GENERATOR:
-        return value.get_state().cpu()
-    return copier.copy(value.state_dict() if kind == OBJECT else in_base_form(value))
+        return value.get_state()
+    return value.state_dict() if kind == OBJECT else in_base_form(value)
 
 
 def put(kind: str, value: Any, state: Any, *, strict: bool) -> None:
@@ -169,7 +159,7 @@ def put(kind: str, value: Any, state: Any, *, strict: bool) -> None:
     Args:
         kind: The kind of the value.
         value: The value; it stays the same object.
-        state: The result of ``take`` for such a value.
+        state: The state of such a value; see ``state_of``.
         strict: Whether a module must have exactly the keys that the state has.
     """
     with torch.no_grad():

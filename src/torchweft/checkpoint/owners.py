@@ -10,11 +10,12 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from torchweft.checkpoint import dcp, files, kinds, parts, snapshots
+from torchweft.checkpoint.encoding import Part
 from torchweft.checkpoint.files import Written
 from torchweft.checkpoint.kinds import OPTIMIZER, PARAMETER, Content, Differences
 from torchweft.checkpoint.parts import Options, OwnedState, Places, Remote
@@ -36,41 +37,40 @@ GIVE_UP_S = 5.0
 """How long cleaning up after a failure may take."""
 
 
-class HeldPart:
-    """A part that this worker holds for a driver, between two of its calls.
+class HeldPart(Generic[T]):
+    """What this worker holds for a driver between two of its calls: a part, or entries read.
 
     The driver has a reference to it. So it is also dropped when the driver gives up the call that
     would have returned it, or is lost.
 
     Args:
         driver: The id of the driver.
-        content: The part; a part that is still being read comes by ``fill``.
+        held: The part or the entries.
     """
 
-    def __init__(self, driver: int, content: Content | None = None) -> None:
+    def __init__(self, driver: int, held: T) -> None:
         self._driver = driver
-        self._content = content
+        self._held: T | None = held
 
     @property
     def is_held(self) -> bool:
-        """Whether there is a part."""
-        return self._content is not None
+        """Whether it is held still."""
+        return self._held is not None
 
-    def fill(self, content: Content) -> None:
-        """Begins to hold a part."""
-        self._content = content
-
-    def read(self, wanted: list[str]) -> Content:
-        """Returns entries of the part.
+    def get(self) -> T:
+        """Returns what is held.
 
         Raises:
             CheckpointError: It is held no more.
         """
-        held = self._held()
-        return {path: held[path] for path in wanted}
+        if self._held is None:
+            raise CheckpointError(
+                f"worker {this_worker().name!r} has written this part, or put it in place, before"
+            )
+        return self._held
 
-    def take_out(self) -> Content:
-        """Returns the part, and stops holding it.
+    def take_out(self) -> T:
+        """Returns what is held, and stops holding it.
 
         Raises:
             CheckpointError: It is held no more, or for another driver.
@@ -79,24 +79,17 @@ class HeldPart:
             raise CheckpointError(
                 f"worker {this_worker().name!r} holds nothing for worker {caller().name!r} there"
             )
-        content, self._content = self._held(), None
-        return content
-
-    def _held(self) -> Content:
-        if self._content is None:
-            raise CheckpointError(
-                f"worker {this_worker().name!r} has written this part, or put it in place, before"
-            )
-        return self._content
+        held, self._held = self.get(), None
+        return held
 
 
-def drop(part: RRef[HeldPart]) -> None:
+def drop(part: RRef[HeldPart[Any]]) -> None:
     """Drops a part that is held for the caller."""
     with contextlib.suppress(CheckpointError):
         _held(part).take_out()
 
 
-def drop_parts(held: dict[int, RRef[HeldPart]]) -> None:
+def drop_parts(held: dict[int, RRef[HeldPart[Any]]]) -> None:
     """Has workers drop parts, which are by the ids of the workers, and drops the references.
 
     The references alone would not do: an error that the program keeps may refer to them.
@@ -107,7 +100,7 @@ def drop_parts(held: dict[int, RRef[HeldPart]]) -> None:
     held.clear()
 
 
-def _held(reference: RRef[HeldPart]) -> HeldPart:
+def _held(reference: RRef[HeldPart[T]]) -> HeldPart[T]:
     part = reference.local_value()
     check_types(part=(part, HeldPart))
     return part
@@ -118,35 +111,32 @@ def _held(reference: RRef[HeldPart]) -> HeldPart:
 
 def capture(
     items: Places, optimizers: Places, with_random: bool
-) -> tuple[dict[str, str], dict[str, Options], RRef[HeldPart]]:
+) -> tuple[dict[str, str], dict[str, Options], RRef[HeldPart[Part]]]:
     """Copies this worker's part of a state.
 
     Returns:
         The kind of each entry by path, the hyper-parameters, and a reference to the part.
     """
-    content, options = parts.take(Remote(items, optimizers).owned(), with_random=with_random)
-    return kinds_in(content), options, RRef(HeldPart(caller().id, content))
-
-
-def kinds_in(content: Content) -> dict[str, str]:
-    """Returns the kind of each entry of a part."""
-    return {path: item["kind"] for path, item in content.items()}
+    owned = Remote(items, optimizers).owned()
+    owned.check_whole()
+    part, options = parts.take(owned, with_random=with_random)
+    return part.kinds(), options, RRef(HeldPart(caller().id, part))
 
 
 @functions.async_execution
 def write(
-    part: RRef[HeldPart], directory: str, name: str, file: str
+    part: RRef[HeldPart[Part]], directory: str, name: str, file: str
 ) -> torch.futures.Future[tuple[int, str]]:
     """Writes a held part to a file; answers with the size and hash of the file.
 
     That may take minutes, so it runs on a thread of its own while training continues.
     """
     path = snapshots.part_path(directory, name, file)
-    content = _held(part).take_out()
+    taken = _held(part).take_out()
 
     def work() -> tuple[int, str]:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        written = files.write_part(path, content)
+        written = files.write_part(path, taken)
         return written.size_bytes, written.sha256
 
     return in_background(work)
@@ -166,7 +156,7 @@ def tidy(directory: str, names: list[str]) -> None:
 
 # Restoring
 
-Origin = tuple[bytes, str, str, dict[str, RRef[HeldPart]], list[str], bool]
+Origin = tuple[bytes, str, str, dict[str, RRef[HeldPart[Part]]], list[str], bool]
 """Where a state comes from: the manifest; the directory, and the name of the snapshot in it; or the
 parts that workers hold, by the name of the worker; the names of the workers of the group, the
 driver's first; and whether random number generators are restored."""
@@ -184,30 +174,29 @@ Report = dict[str, list[Any]]
 @functions.async_execution
 def prepare(
     items: Places, optimizers: Places, origin: Origin, timeout_s: float
-) -> torch.futures.Future[tuple[Report, RRef[HeldPart]]]:
+) -> torch.futures.Future[tuple[Report, RRef[HeldPart[Content]]]]:
     """Reads the entries that this worker needs, compares them, and holds them.
 
     The worker's state is not changed. Answers with the problems that prevent restoring.
     """
-    owned, held = Remote(items, optimizers).owned(), HeldPart(caller().id)
+    owned, driver = Remote(items, optimizers).owned(), caller().id
 
-    def work() -> tuple[Report, RRef[HeldPart]]:
+    def work() -> tuple[Report, RRef[HeldPart[Content]]]:
         content, report = read_and_compare(owned, {}, origin, timeout_s)
-        held.fill(content)
-        return report, RRef(held)
+        return report, RRef(HeldPart(driver, content))
 
     return in_background(work)
 
 
 def apply(
-    part: RRef[HeldPart],
+    entries: RRef[HeldPart[Content]],
     items: Places,
     optimizers: Places,
     options: dict[str, Options],
     strict: bool,
 ) -> None:
     """Puts the held entries in place."""
-    content = _held(part).take_out()
+    content = _held(entries).take_out()
     parts.put(Remote(items, optimizers).owned(), content, options, strict=strict)
 
 
@@ -219,9 +208,9 @@ def read(
     return in_background(lambda: read_entries(directory, name, file, wanted))
 
 
-def read_held(part: RRef[HeldPart], wanted: list[str]) -> Content:
+def read_held(part: RRef[HeldPart[Part]], wanted: list[str]) -> Content:
     """Returns entries of a part that this worker holds, to a worker that needs them."""
-    return _held(part).read(wanted)
+    return _held(part).get().content(wanted)
 
 
 def read_and_compare(
@@ -238,6 +227,7 @@ def read_and_compare(
         origin: Where the entries are.
         timeout_s: The limit of each call of another worker.
     """
+    owned.check_whole()
     manifest = read_manifest(origin[0])
     values = {**owned.values(), **distributed}
     kinds_here = {**owned.kinds(), **dict.fromkeys(distributed, OPTIMIZER)}

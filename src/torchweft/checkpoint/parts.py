@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from torchweft.arguments import kind_of
 from torchweft.checkpoint import kinds
-from torchweft.checkpoint.copying import HostCopier
+from torchweft.checkpoint.encoding import Encoder, Part, host_copy
 from torchweft.checkpoint.kinds import (
     OBJECT,
     PARAMETER,
@@ -185,6 +185,14 @@ class StatePlan:
     def _of(self, worker: int) -> Remote:
         return self.remote.setdefault(worker, Remote([], []))
 
+    def put(self, content: Content, options: Mapping[str, Options], *, strict: bool) -> None:
+        """Puts entries of this worker in place, plain values of the state included; see ``put``."""
+        found = self.owned.kinds()
+        for path, leaf in self.values.items():
+            if path in content and found[path] == VALUE:
+                leaf.put(content[path]["state"])
+        put(self.owned, content, options, strict=strict)
+
     @property
     def classes(self) -> dict[str, list[str]]:
         """The names of each optimizer's class and of those that it derives from, by path."""
@@ -247,10 +255,17 @@ class OwnedState(NamedTuple):
         Raises:
             ArgumentTypeError: An entry cannot be restored.
         """
-        for path, value in self.values().items():
-            kinds.check_whole(path, value)
         found = {p: kinds.kind_of(p, v, is_remote=True) for p, v in self.remote.items()}
         return found | {p: kinds.kind_of(p, v, is_remote=False) for p, v in self.local.items()}
+
+    def check_whole(self) -> None:
+        """Refuses modules of which their ``state_dict`` has a part only; see ``kinds``.
+
+        Raises:
+            ArgumentTypeError: There is such a module.
+        """
+        for path, value in self.values().items():
+            kinds.check_whole(path, value)
 
     def parameters(self) -> dict[str, dict[int, Parameter]]:
         """Returns the parameters of each optimizer by their numbers.
@@ -320,7 +335,7 @@ def parameter_names(items: Mapping[str, Any], parameters: Mapping[int, Tensor]) 
     return {number: names.get(parameter, f"#{number}") for number, parameter in parameters.items()}
 
 
-def take(owned: OwnedState, *, with_random: bool) -> tuple[Content, dict[str, Options]]:
+def take(owned: OwnedState, *, with_random: bool) -> tuple[Part, dict[str, Options]]:
     """Returns a copy of the state that a worker owns, taken between two steps of its optimizers.
 
     Returns:
@@ -330,14 +345,13 @@ def take(owned: OwnedState, *, with_random: bool) -> tuple[Content, dict[str, Op
         ArgumentTypeError: A value cannot be saved; names it.
     """
     found, values, devices = owned.kinds(), owned.values(), DeviceCopies()
-    content: Content = {}
+    encoder = Encoder(devices)
     options: dict[str, Options] = {}
 
     def add(*, objects: bool) -> None:
         for path, kind in found.items():
             if (kind == OBJECT) == objects:
-                state = kinds.take(path, kind, values[path], devices)
-                content[path] = {"kind": kind, "state": state}
+                encoder.add(kind, {path: kinds.state_of(kind, values[path])})
 
     # No lock: an object may call other workers for its state, which may wait for our optimizers.
     add(objects=True)
@@ -346,18 +360,35 @@ def take(owned: OwnedState, *, with_random: bool) -> tuple[Content, dict[str, Op
     with guard.lock, guard.order:
         add(objects=False)
         for path, parameters in owned.parameters().items():
-            saved, copier = owned.optimizers[path].content(), HostCopier(path, devices)
-            options[path] = copier.copy(saved.options)
-            state = copier.copy(saved.state)
-            shared = {key: each for key, each in state.items() if key not in parameters}
-            for number, (name, tensor, group) in parameters.items():
-                own = {"state": state.get(number, {}), "shape": list(tensor.shape), "group": group}
-                content[name] = {"kind": PARAMETER, "state": {**own, "shared": shared}}
+            saved = owned.optimizers[path].content()
+            options[path] = host_copy(path, saved.options)
+            shared = {key: each for key, each in saved.state.items() if key not in parameters}
+            states = {
+                each.path: {
+                    "state": saved.state.get(number, {}),
+                    "shape": list(each.tensor.shape),
+                    "group": each.group,
+                    "shared": shared,
+                }
+                for number, each in parameters.items()
+            }
+            encoder.add(PARAMETER, states)
         devices.wait()
     if with_random:
         # Last: the user's code that was called above may have drawn random numbers.
-        content[random_path(this_worker().name)] = {"kind": RANDOM, "state": kinds.take_random()}
-    return content, options
+        encoder.add(RANDOM, {random_path(this_worker().name): kinds.take_random()})
+    return encoder.finish(), options
+
+
+def take_local(state: dict[str, Any]) -> Content:
+    """Returns a copy of what a state has on this worker, for ``put_local`` on another one."""
+    part, _ = take(StatePlan(state).owned, with_random=False)
+    return part.content()
+
+
+def put_local(state: dict[str, Any], content: Content) -> None:
+    """Puts what ``take_local`` returned elsewhere into a state of the same names."""
+    StatePlan(state).put(content, {}, strict=True)
 
 
 def random_path(worker: str) -> str:

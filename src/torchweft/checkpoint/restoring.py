@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torchweft.checkpoint import dcp, kinds, owners, parts, snapshots
+from torchweft.checkpoint import dcp, owners, parts, snapshots
+from torchweft.checkpoint.encoding import Part
 from torchweft.checkpoint.gate import StepGate
 from torchweft.checkpoint.kinds import PARAMETER, RANDOM, Content, Differences
 from torchweft.checkpoint.owners import HeldPart, Origin, Report
@@ -103,7 +104,7 @@ def copy_state(
         WorkerLost: A worker was lost.
         CallTimeout: It took too long.
     """
-    deadline, held = Deadline(timeout), dict[str, RRef[HeldPart]]()
+    deadline, held = Deadline(timeout), dict[str, RRef[HeldPart[Part]]]()
     cut = Cut(StatePlan(source), deadline)
     try:
         cut.take(gate)
@@ -134,7 +135,7 @@ class Restoring:
         deadline: Deadline,
         *,
         snapshot: Snapshot | None = None,
-        held: dict[str, RRef[HeldPart]] | None = None,
+        held: dict[str, RRef[HeldPart[Part]]] | None = None,
     ) -> None:
         self._me = this_worker()
         self._plan = plan
@@ -143,7 +144,7 @@ class Restoring:
         self._deadline = deadline
         self._snapshot = snapshot
         self._source_parts = held or {}
-        self._held: dict[int, RRef[HeldPart]] = {}
+        self._held: dict[int, RRef[HeldPart[Content]]] = {}
         self._content: Content = {}
         self._directory = "" if snapshot is None else snapshot.directory
         self._step = None if snapshot is None else snapshot.step
@@ -250,7 +251,8 @@ class Restoring:
         for path, by_group in options.items():
             self._plan.optimizers[path].adopt([by_group[group] for group in sorted(by_group)])
         try:
-            self._apply_own(options)
+            # The random states come last: code that is called before might draw random numbers.
+            self._plan.put(content, options, strict=self._strict)
         except Exception as error:
             raise CheckpointError(
                 f"restoring the state failed on worker {self._me.name!r}: "
@@ -259,11 +261,3 @@ class Restoring:
                 step=self._step,
                 worker=self._me.name,
             ) from error
-
-    def _apply_own(self, options: dict[str, Options]) -> None:
-        own, content = self._plan.owned.kinds(), self._content
-        for path, leaf in self._plan.values.items():
-            if path in content and own[path] == kinds.VALUE:
-                leaf.put(content[path]["state"])
-        # The random states come last: code that is called before might draw random numbers.
-        parts.put(self._plan.owned, content, options, strict=self._strict)

@@ -23,8 +23,9 @@ import torch
 from torchweft import knobs
 from torchweft.arguments import limit_of
 from torchweft.checkpoint import files, owners, parts, snapshots
+from torchweft.checkpoint.encoding import Encoder, Part
 from torchweft.checkpoint.gate import StepGate
-from torchweft.checkpoint.kinds import OPTIMIZER, Content
+from torchweft.checkpoint.kinds import OPTIMIZER
 from torchweft.checkpoint.owners import HeldPart
 from torchweft.checkpoint.parts import StatePlan
 from torchweft.checkpoint.snapshots import EntryRecord, Manifest, PartRecord, Snapshot
@@ -123,7 +124,7 @@ class Cut:
         step: The step of which it is, for messages.
 
     Attributes:
-        content: The part of this worker.
+        part: The part of this worker.
         held: References to the parts that other workers hold, by the id of the worker.
     """
 
@@ -136,8 +137,8 @@ class Cut:
         self._place = directory, step
         self._workers = [info.name for info in get_worker_infos()]
         self._entries: dict[str, EntryRecord] = {}
-        self.content: Content = {}
-        self.held: dict[int, RRef[HeldPart]] = {}
+        self.part = Part({}, {})
+        self.held: dict[int, RRef[HeldPart[Part]]] = {}
 
     def take(self, gate: StepGate | None) -> None:
         """Has all owners copy their parts. Blocks until they have.
@@ -151,6 +152,7 @@ class Cut:
         remote = {
             worker: (*places, worker in plan.random) for worker, places in plan.remote.items()
         }
+        plan.owned.check_whole()
         closed = gate.closed(self._deadline.left_s()) if gate else contextlib.nullcontext()
         with closed:
             answers, failures = run_on_owners(
@@ -159,20 +161,22 @@ class Cut:
                 lambda: parts.take(plan.owned, with_random=me.id in plan.random),
                 self._deadline.left_s,
             )
-        self.content, own_options = answers.pop(me.id, ({}, {}))
+        self.part, own_options = answers.pop(me.id, (self.part, {}))
         self.held.update((worker, held) for worker, (_, _, held) in answers.items())
         kinds = {worker: kinds for worker, (kinds, _, _) in answers.items()}
         all_options = [own_options, *(options for _, options, _ in answers.values())]
         answers.clear()  # So that an error, which refers to this frame, keeps no part alive.
         raise_first("copying the state", failures, *self._place)
+        encoder = Encoder(part=self.part)
         for path in plan.optimizers:
             groups = {
                 group: each
                 for options in all_options
                 for group, each in options.get(path, {}).items()
             }
-            self.content[path] = {"kind": OPTIMIZER, "state": groups}
-        kinds[me.id] = owners.kinds_in(self.content)
+            encoder.add(OPTIMIZER, {path: groups})
+        self.part = encoder.finish()
+        kinds[me.id] = self.part.kinds()
         for worker, its_kinds in kinds.items():
             name = worker_of(worker).name
             self._entries.update(
@@ -201,13 +205,13 @@ class Cut:
 
     def drop(self) -> None:
         """Stops holding the parts, here and on the other owners."""
-        self.content = {}
+        self.part = Part({}, {})
         owners.drop_parts(self.held)
 
-    def parts_by_name(self) -> dict[str, RRef[HeldPart]]:
+    def parts_by_name(self) -> dict[str, RRef[HeldPart[Part]]]:
         """Returns references to all parts, by the name of their worker."""
         me = self._me
-        own = RRef(HeldPart(me.id, self.content))
+        own = RRef(HeldPart(me.id, self.part))
         held = {worker_of(worker).name: part for worker, part in self.held.items()}
         return {me.name: own, **held}
 
@@ -276,11 +280,11 @@ class SaveAttempt:
         answers, failures = run_on_owners(
             owners.write,
             {worker: (cut.held[worker], *self._place_of(worker)) for worker in self._owners},
-            lambda: files.write_part(self._path_of(me), cut.content),
+            lambda: files.write_part(self._path_of(me), cut.part),
             self._deadline.left_s,
         )
         raise_first(doing, failures, self._snapshot.directory, self._snapshot.step)
-        cut.content = {}
+        cut.part = Part({}, {})
         return [self._record(worker, *written) for worker, written in answers.items()]
 
     def _record(self, worker: int, size_bytes: int, sha256: str) -> PartRecord:

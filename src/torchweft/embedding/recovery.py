@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import distributed
 
 from torchweft.arguments import kind_of
-from torchweft.checkpoint import kinds
+from torchweft.checkpoint import parts
 from torchweft.embedding.tables import Tables
 from torchweft.errors import (
     ArgumentTypeError,
@@ -39,8 +39,6 @@ _NOTICE_S = 3.0
 """How long after an error the loss that has caused it may be noticed."""
 _LOOK_S = 0.02
 
-Tree = dict[str, Any]
-"""Entries of a snapshot by name; see ``torchweft.checkpoint.save``."""
 Opened = tuple[Any, ...]
 """Tables or a model with tables, the optimizer, and whatever else a step needs."""
 
@@ -96,7 +94,7 @@ class TrainedTables:
         if self._is_first:
             try:
                 step = self._tables.restore(directory, state=own).step
-                told = step, self._tables.lr, self._tables.copied_values(), taken(own)
+                told = step, self._tables.lr, self._tables.copied_values(), parts.take_local(own)
             except Exception as error:
                 failure = error
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -113,7 +111,7 @@ class TrainedTables:
             )
         if not self._is_first:
             self._tables.take_over(lr, copies)
-            put(own, values)
+            parts.put_local(own, values)
         return int(step)
 
 
@@ -335,35 +333,3 @@ def _wait_for(lost: dict[str, WorkerLost], error: Exception, patience_s: float) 
 def is_there(name: str) -> bool:
     """Whether a worker has a name now, perhaps in place of a lost one."""
     return any(each.worker.name == name and each.state is not WorkerState.LOST for each in health())
-
-
-# State of one trainer for another one
-
-
-def taken(state: Tree, path: str = "state") -> Tree:
-    """Returns copies of the state of all entries, for another trainer."""
-    return {
-        key: taken(value, f"{path}.{key}")
-        if _is_branch(value)
-        else kinds.take(
-            f"{path}.{key}", kinds.kind_of(f"{path}.{key}", value, is_remote=False), value
-        )
-        for key, value in state.items()
-    }
-
-
-def put(state: Tree, values: Tree) -> None:
-    """Puts the state of another trainer into all entries."""
-    for key, value in state.items():
-        kind = "" if _is_branch(value) else kinds.kind_of(key, value, is_remote=False)
-        if not kind:
-            put(value, values[key])
-        elif kind == kinds.VALUE and not isinstance(value, (dict, list)):
-            state[key] = values[key]
-        else:
-            kinds.put(kind, value, values[key], strict=True)
-
-
-def _is_branch(value: Any) -> bool:
-    """Whether a value is a dict with entries of its own, rather than a plain one."""
-    return isinstance(value, dict) and not kinds.is_plain(value)

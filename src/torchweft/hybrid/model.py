@@ -15,8 +15,8 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from torchweft import checkpoint
 from torchweft.arguments import UNSET_RPC_TIMEOUT, kind_of, limit_of
-from torchweft.checkpoint import Snapshot
-from torchweft.embedding import Cache, Dynamic, Jagged, Rule, Tables, Wire, recovery
+from torchweft.checkpoint import Snapshot, parts
+from torchweft.embedding import Cache, Dynamic, Jagged, Rule, Tables, Wire
 from torchweft.embedding.configs import Place
 from torchweft.embedding.groups import Aggregate
 from torchweft.embedding.requests import StackRequest
@@ -617,14 +617,14 @@ class HybridModel(nn.Module):
                 found = self.tables.restore(directory, state=whole, step=step)
             else:
                 found = checkpoint.restore(directory, {"program": whole}, step=step)
-            return found.step, recovery.taken(whole)
+            return found.step, parts.take_local(whole)
 
         done, values = self._trainers.of_first(read)
         if not self._trainers.is_first:
-            recovery.put(whole, values)
+            parts.put_local(whole, values)
         return int(done)
 
-    def _tree(self, state: dict[str, Any] | None) -> recovery.Tree:
+    def _tree(self, state: dict[str, Any] | None) -> dict[str, Any]:
         """Returns all state that each trainer has."""
         own = {} if self._optimizer is None else {"optimizer": self._optimizer}
         return {"model": self.module, **own, "program": {} if state is None else state}

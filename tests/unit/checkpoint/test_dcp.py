@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as stock
 from torch import nn
 
+from tests.unit.checkpoint.encoded import encoded, saved
 from torchweft.checkpoint import dcp, files, kinds, snapshots
 from torchweft.checkpoint.kinds import FOREIGN
 from torchweft.checkpoint.snapshots import EntryRecord, Manifest, PartRecord, Snapshot
@@ -25,7 +26,7 @@ def make_part(worker: str) -> dict[str, Any]:
     return {
         f"{worker}/layer": {
             "kind": "module",
-            "state": kinds.take("m", "module", nn.Linear(2, 1)),
+            "state": saved("module", nn.Linear(2, 1)),
         },
         f"/random/{worker}": {"kind": "random state", "state": kinds.take_random()},
         f"{worker}/values": {
@@ -56,7 +57,9 @@ def snapshot(tmp_path: Path) -> Snapshot:
     parts = []
     for rank, (worker, content) in enumerate(CONTENT.items()):
         name = f"{rank}-{worker}.pt"
-        written = files.write_part(snapshots.part_path(str(tmp_path), made.name, name), content)
+        written = files.write_part(
+            snapshots.part_path(str(tmp_path), made.name, name), encoded(content)
+        )
         parts.append(PartRecord(worker, rank, name, *written, True))
     items = {
         path: EntryRecord(item["kind"], worker)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.tables import cases
+from tests.unit.checkpoint.encoded import encoded, saved
 from torchweft.checkpoint import files, kinds
 from torchweft.checkpoint.kinds import (
     DATA,
@@ -80,7 +81,7 @@ class Versioned(nn.Module):
 
 def test_a_module_comes_back_with_buffers_and_versions() -> None:
     module = Versioned()
-    state = kinds.take("x", MODULE, module)
+    state = saved(MODULE, module)
     with torch.no_grad():
         module.weight.zero_()
         module.count += 1  # type: ignore[operator]
@@ -102,7 +103,7 @@ def test_others_come_back_as_the_same_objects() -> None:
         (DATA, numbers),
         (DATA, words),
     ]
-    states = [kinds.take("x", kind, value) for kind, value in values]
+    states = [saved(kind, value) for kind, value in values]
     drawn = torch.rand((), generator=generator)
     steps.milestones.clear()
     with torch.no_grad():
@@ -128,12 +129,12 @@ def test_a_tensor_of_a_subclass_is_saved_without_the_class(tmp_path: Path) -> No
     module = nn.Module()
     module.weight = nn.Parameter(torch.ones(2).as_subclass(Tagged))
     values = [(TENSOR, tensor), (MODULE, module), (DATA, [tensor])]
-    states = [kinds.take("x", kind, value) for kind, value in values]
+    states = [saved(kind, value) for kind, value in values]
     content = {
         str(place): {"kind": kind, "state": state}
         for place, ((kind, _), state) in enumerate(zip(values, states, strict=True))
     }
-    files.write_part(str(tmp_path / "part"), content)
+    files.write_part(str(tmp_path / "part"), encoded(content))
     read = [item["state"] for item in files.read_part(str(tmp_path / "part"), "012").values()]
     with torch.no_grad():
         tensor.zero_()
@@ -162,7 +163,7 @@ def fake() -> torch.Tensor:
 )
 def test_a_tensor_that_could_not_be_read_is_refused(make: Callable[[], Any], text: str) -> None:
     with pytest.raises(ArgumentTypeError, match=rf"^x\[0\] is {text}"):
-        kinds.take("x", DATA, [make()])
+        saved(DATA, [make()])
 
 
 def nested(layout: torch.layout) -> torch.Tensor:
@@ -170,7 +171,7 @@ def nested(layout: torch.layout) -> torch.Tensor:
 
 
 def test_differences_are_named() -> None:
-    state = kinds.take("a", MODULE, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
+    state = saved(MODULE, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
     other = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 4), nn.Linear(1, 1))
     found = differences("a", MODULE, other, state)
     assert found.missing == ["a:2.weight", "a:2.bias"]
@@ -189,7 +190,7 @@ def test_an_optimizer_of_other_groups_is_refused_unless_it_loads_states_by_itsel
             pass
 
     two, one = [torch.ones(1), torch.ones(1)], [torch.ones(1)]
-    state = kinds.take("o", OBJECT, torch.optim.SGD([{"params": two}, {"params": one}], lr=1.0))
+    state = saved(OBJECT, torch.optim.SGD([{"params": two}, {"params": one}], lr=1.0))
     found = differences("o", OBJECT, torch.optim.SGD(two, lr=1.0), state)
     assert found.differing == ["o: groups of 2, 1 parameters there and of 2 here"]
     groups = [{"params": two}, {"params": one}]
@@ -199,7 +200,7 @@ def test_an_optimizer_of_other_groups_is_refused_unless_it_loads_states_by_itsel
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_a_lazy_module_takes_its_shapes_from_the_snapshot() -> None:
-    state = kinds.take("a", MODULE, nn.Linear(2, 3))
+    state = saved(MODULE, nn.Linear(2, 3))
     lazy = nn.LazyLinear(3)
     assert differences("a", MODULE, lazy, state) == ([], [], [])
     kinds.put(MODULE, lazy, state, strict=True)
@@ -358,7 +359,7 @@ def test_all_generators_go_on_from_where_they_were_also_through_a_file(tmp_path:
     states = kinds.take_random()
     drawn = [draw() for _ in range(3)]
     path = str(tmp_path / "part")
-    files.write_part(path, {"/random/a": {"kind": "random state", "state": states}})
+    files.write_part(path, encoded({"/random/a": {"kind": "random state", "state": states}}))
     for kept in (states, files.read_part(path, ["/random/a"])["/random/a"]["state"]):
         kinds.put_random(kept)
         assert [draw() for _ in range(3)] == drawn

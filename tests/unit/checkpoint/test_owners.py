@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.checkpoint.encoded import encoded, saved
 from torchweft import knobs
-from torchweft.checkpoint import files, kinds, owners, snapshots
+from torchweft.checkpoint import files, owners, snapshots
 from torchweft.checkpoint.owners import CORRUPT, FOUND, LACKING, HeldPart, Origin
 from torchweft.checkpoint.parts import OwnedState
 from torchweft.checkpoint.saving import Deadline, raise_first
@@ -121,15 +122,14 @@ def test_a_part_is_taken_out_once_by_the_driver_that_it_is_held_for(
 ) -> None:
     callers = [SimpleNamespace(id=1, name="a"), SimpleNamespace(id=2, name="b")]
     monkeypatch.setattr(owners, "caller", lambda: callers[0])
-    part = HeldPart(2)
-    part.fill({"x": {"kind": "value", "state": 1}, "y": {"kind": "value", "state": 2}})
-    assert part.read(["y"]) == {"y": {"kind": "value", "state": 2}}
+    part = HeldPart(2, "held")
+    assert part.get() == "held"
     with pytest.raises(CheckpointError, match="'ps' holds nothing for worker 'a'"):
         part.take_out()
     assert part.is_held
     callers.reverse()
-    assert part.take_out().keys() == {"x", "y"}
-    for again in (part.take_out, lambda: part.read(["x"])):
+    assert part.take_out() == "held"
+    for again in (part.take_out, part.get):
         with pytest.raises(CheckpointError, match="'ps' has written this part, or put it"):
             again()
 
@@ -139,7 +139,7 @@ def test_a_part_is_taken_out_once_by_the_driver_that_it_is_held_for(
 NAME = "000001-step1-0123abcd"
 FILE = "1-ps.pt"
 CONTENT: dict[str, Any] = {
-    "m": {"kind": "module", "state": kinds.take("m", "module", nn.Linear(2, 1))},
+    "m": {"kind": "module", "state": saved("module", nn.Linear(2, 1))},
     "other": {"kind": "tensor", "state": torch.ones(1)},
 }
 Place = tuple[str, str, tuple[str, int, str], list[str]]
@@ -148,7 +148,7 @@ Place = tuple[str, str, tuple[str, int, str], list[str]]
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     (tmp_path / NAME).mkdir()
-    written = files.write_part(snapshots.part_path(str(tmp_path), NAME, FILE), CONTENT)
+    written = files.write_part(snapshots.part_path(str(tmp_path), NAME, FILE), encoded(CONTENT))
     return str(tmp_path), NAME, (FILE, *written), ["m"]
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.checkpoint.encoded import saved
 from tests.unit.optim.references import reference
 from torchweft.checkpoint import parts
-from torchweft.checkpoint.kinds import VALUE, take
+from torchweft.checkpoint.kinds import VALUE
 from torchweft.checkpoint.parts import OwnedState, leaves, parameter_names
 from torchweft.engine.threads.device_streams import new_guard
 from torchweft.errors import ArgumentTypeError, ConfigurationError
@@ -44,9 +45,10 @@ def test_a_part_has_everything_under_its_name_and_goes_back_under_other_numbers(
     module = nn.Linear(2, 1)
     optimizer = optimizer_of(module, 4)
     step(optimizer, module)
-    content, options = parts.take(
+    part, options = parts.take(
         OwnedState({"m": module}, {"n": 3}, {"o": optimizer}), with_random=True
     )
+    content = part.content()
     assert {path: item["kind"] for path, item in content.items()} == {
         "m": "module",
         "n": "value",
@@ -75,7 +77,8 @@ def test_what_is_taken_does_not_change_any_more() -> None:
     module = nn.Linear(2, 1)
     optimizer = optimizer_of(module, 0)
     step(optimizer, module)
-    content, _ = parts.take(OwnedState({"m": module}, {}, {"o": optimizer}), with_random=False)
+    part, _ = parts.take(OwnedState({"m": module}, {}, {"o": optimizer}), with_random=False)
+    content = part.content()
     weight = content["m"]["state"]["state"]["weight"]
     average = content["o/state/m:weight"]["state"]["state"]["exp_avg"]
     before = weight.clone(), average.clone()
@@ -110,7 +113,8 @@ def test_modules_are_taken_between_steps_and_objects_may_wait_for_one() -> None:
     module = Locked()
     drawn_before = random.getstate()
     owned = OwnedState({"m": module, "a": Asking()}, {}, {})
-    content, _ = parts.take(owned, with_random=True)
+    part, _ = parts.take(owned, with_random=True)
+    content = part.content()
     assert module.is_locked
     # The object draws its random number before the generators' state is taken.
     assert content["/random/ps"]["state"]["python"] == random.getstate() != drawn_before
@@ -181,10 +185,10 @@ def test_a_dict_of_a_subclass_is_one_entry_and_stays_what_it_is() -> None:
     state["mixed"]["best"] = nn.Linear(1, 1)
     entry, within = leaves(state)
     assert (entry.path, within.path) == ("counts", "mixed/best")
-    saved = take("counts", VALUE, entry.value)
-    assert (type(saved), saved) == (dict, {"losses": [1.0]})
+    found = saved(VALUE, entry.value)
+    assert (type(found), found) == (dict, {"losses": [1.0]})
     counts.clear()
-    leaves(state)[0].put(saved)
+    leaves(state)[0].put(found)
     assert state["counts"] is counts
     assert counts == {"losses": [1.0]}
     assert counts["more"] == []
