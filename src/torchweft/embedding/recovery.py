@@ -27,7 +27,6 @@ from torchweft.errors import (
 )
 from torchweft.rpc import (
     WorkerState,
-    all_gather,
     barrier,
     get_worker_info,
     health,
@@ -89,28 +88,24 @@ class TrainedTables:
             ConfigurationError: The first trainer could not restore.
         """
         own = {} if state is None else state
-        told: Any = None
-        failure: Exception | None = None
-        if self._is_first:
+        tables = self._tables
+
+        def restored() -> tuple[Any, ...] | None:
             try:
-                step = self._tables.restore(directory, state=own).step
-                told = step, self._tables.lr, self._tables.copied_values(), parts.take_local(own)
-            except Exception as error:
-                failure = error
-        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        given = told, text, isinstance(failure, SnapshotNotFound)
-        if len(self.trainers) > 1:
-            found = all_gather(given, self.trainers, self._tables.timeout_s)
-            given = found[self.trainers[0]]
-        (step, lr, copies, values), text, is_missing = given[0] or (0, None, {}, {}), *given[1:]
-        if is_missing:
-            raise failure or SnapshotNotFound(text, directory=directory)
-        if text:
-            raise failure or ConfigurationError(
-                f"trainer {self.trainers[0]!r} could not restore the tables: {text}"
+                step = tables.restore(directory, state=own).step
+            except SnapshotNotFound:
+                return None
+            return step, tables.lr, tables.copied_values(), parts.take_local(own)
+
+        told = tables.agreed(restored if self._is_first else None, "restore")
+        if told is None:
+            raise SnapshotNotFound(
+                f"trainer {self.trainers[0]!r} has found no snapshot in {directory}",
+                directory=directory,
             )
+        step, lr, copies, values = told
         if not self._is_first:
-            self._tables.take_over(lr, copies)
+            tables.take_over(lr, copies)
             parts.put_local(own, values)
         return int(step)
 

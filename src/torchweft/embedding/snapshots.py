@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -22,6 +22,8 @@ from torchweft.embedding.planner import Plan
 from torchweft.embedding.rules import Rule
 from torchweft.errors import BrokenChain, ConfigurationError, StateMismatch, WeftError
 from torchweft.rpc import get_worker_info
+
+T = TypeVar("T")
 
 
 class Collection(NamedTuple):
@@ -345,8 +347,8 @@ def moved(tables: Collection, make: Callable[[], Client]) -> Client:
         _check_moved(client, opened[0])
 
     try:
-        _agreed(client, open_new)
-        _agreed(client, move if client.trainer == 0 else None)
+        agreed(client, open_new, "re-shard")
+        agreed(client, move if client.trainer == 0 else None, "re-shard")
     except BaseException:
         for each in opened:
             with contextlib.suppress(WeftError):
@@ -385,25 +387,33 @@ def occupancy(client: Client) -> dict[str, Occupancy]:
     }
 
 
-def _agreed(client: Client, action: Callable[[], None] | None) -> None:
-    """Does this trainer's part of something; raises if any trainer could not. Blocks."""
+def agreed(client: Client, action: Callable[[], T] | None, doing: str) -> T | None:
+    """Does this trainer's part of something; raises if any trainer could not. Blocks.
+
+    Args:
+        client: That of the collection.
+        action: The part of this trainer, if it has one.
+        doing: What is done, for messages.
+
+    Returns:
+        What the action of the first trainer has returned.
+    """
     failure: Exception | None = None
+    value: T | None = None
     try:
-        if action is not None:
-            action()
+        value = None if action is None else action()
     except Exception as error:
         failure = error
-    told = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = {get_worker_info().name: told}
-    if len(client.trainers) > 1:
-        outcomes = rpc.all_gather(told, client.trainers, timeout=client.timeout_s)
+    problem = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = rpc.all_gather((value, problem), client.trainers, timeout=client.timeout_s)
     if failure is not None:
         raise failure
-    for trainer, problem in outcomes.items():
-        if problem:
+    for trainer, (_, theirs) in outcomes.items():
+        if theirs:
             raise ConfigurationError(
-                f"trainer {trainer!r} could not re-shard {client.name!r}: {problem}"
+                f"trainer {trainer!r} could not {doing} {client.name!r}: {theirs}"
             )
+    return outcomes[client.trainers[0]][0]
 
 
 def check_rule(rule: Rule, plan: Plan) -> None:

@@ -36,6 +36,7 @@ from torchweft.ids import WorkerInfo
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
 
 B = TypeVar("B")
+T = TypeVar("T")
 _WAIT_S = 60.0
 
 
@@ -561,6 +562,10 @@ class Tables(nn.Module):
         for name, values in copies.items():
             self.copies[name].copy_(values)
         self.clear_cache()
+
+    def agreed(self, action: Callable[[], T] | None, doing: str) -> T | None:
+        """Does this trainer's part of something; see ``snapshots.agreed``."""
+        return snapshots.agreed(self._client, action, doing)
 
     def _collection(self) -> snapshots.Collection:
         return snapshots.Collection(self._client, self.plan, self._optimizer, self.copies)

@@ -214,8 +214,5 @@ def _step_s(make_step: Callable[[], Any], steps: int, clock: Callable[[], float]
 
 def _of_all(tables: Tables, own: T) -> list[T]:
     """Returns a value of each trainer, so that all decide the same; blocks."""
-    if len(tables.trainers) == 1:
-        return [own]
-    timeout_s = 0.0 if math.isinf(tables.limit_s) else tables.limit_s
-    gathered = rpc.all_gather(own, tables.trainers, timeout=timeout_s)
+    gathered = rpc.all_gather(own, tables.trainers, timeout=tables.timeout_s)
     return [gathered[trainer] for trainer in tables.trainers]
