@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.contract.processes.rl_functions import (
     make_walk,
@@ -10,13 +11,14 @@ from tests.contract.processes.rl_functions import (
 from tests.contract.processes.test_rl import LIMIT_S, WORKERS
 from tests.processes.rl_internals import Lying
 from tests.rl_environments import walk_policy
-from torchweft import rpc
+from torchweft import checkpoint, rpc
 from torchweft.errors import BatchError
 from torchweft.launch import Cluster
 from torchweft.rl import (
     Agent,
     Environments,
     Observers,
+    ReplayBuffer,
     WrongObservations,
 )
 
@@ -34,3 +36,19 @@ def test_observations_that_cannot_be_stacked_fail_alone(group: Cluster) -> None:
         assert isinstance(error, (BatchError, WrongObservations))
         assert "[2, 2]" in str(error) or "2, 2]" in str(error)
         assert [each.observer for each in observers.round()] == ["worker0"]
+
+
+def test_a_replay_buffer_moves_onto_another_worker_with_its_priorities_and_draws(
+    group: Cluster,
+) -> None:
+    options = {"priority_power": 0.6}
+    buffer = ReplayBuffer(6, **options)
+    buffer.add({"x": torch.arange(8)})
+    buffer.set_priorities(torch.tensor([2, 5]), torch.tensor([0.1, 9.0]))
+    there = rpc.remote("worker0", ReplayBuffer, (6,), options)
+    checkpoint.copy_state({"replay": buffer}, {"replay": there})
+    for _ in range(3):
+        moved, expected = there.rpc_sync().sample(5), buffer.sample(5)
+        assert torch.equal(moved.columns["x"], expected.columns["x"])
+        assert torch.equal(moved.rows, expected.rows)
+        assert torch.equal(moved.weights, expected.weights)

@@ -10,7 +10,7 @@ import torch
 from tests.contract.processes.functions import wait_until
 from tests.processes import shared_memory_internals
 from tests.processes.weights_functions import LIMIT_S, SIZE, Model, Sampler, Trainer
-from torchweft import memory, rpc
+from torchweft import checkpoint, memory, rpc
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
 from torchweft.ids import WorkerInfo
 from torchweft.launch import Cluster
@@ -73,6 +73,14 @@ def test_the_memory_of_a_version_is_ready_before_it_is_published(group: Cluster)
         prepared = storage.prepared.tensor.data_ptr()
         trainer.train()
         assert memory_of(trainer).data_ptr() == prepared
+
+
+def test_a_publisher_that_was_saved_goes_on_with_the_next_number(group: Cluster) -> None:
+    trainer, restarted = Trainer(), Publisher({"a": torch.ones(1)})
+    newest = trainer.train(3)
+    checkpoint.copy_state({"publisher": trainer.publisher}, {"publisher": restarted})
+    assert restarted.version == newest
+    assert restarted.publish() == newest + 1
 
 
 def test_the_program_in_one_process(group: Cluster) -> None:

@@ -337,6 +337,15 @@ class Publisher:
         with self._lock:
             return replace(self._counts)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of the newest version, for a snapshot beside that of the source."""
+        return {"version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the state of a snapshot: the next version has the number after that one."""
+        with self._lock:
+            self._offers.number = max(self._offers.number, int(state["version"]))
+
     # Announcements
 
     def _tell(self, subscription: _Subscription) -> None:
