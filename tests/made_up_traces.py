@@ -8,12 +8,13 @@ from typing import Any
 from torchweft.autograd.codec import PassMode, PassName, encode
 from torchweft.engine.protocol.backward import Gradients, Progress
 from torchweft.engine.protocol.observing import Lead
-from torchweft.engine.wire.frames import HEADER_BYTES, encode_frame
+from torchweft.engine.wire.frames import encode_frame
 from torchweft.engine.wire.messages import Kind, encode_call, encode_reply
 from torchweft.observe.tracing.chrome import SAME, Alignment, Traced
-from torchweft.observe.tracing.notes import MADE, RAN, RECEIVED, SENT, SERVED, Row, head_in
+from torchweft.observe.tracing.notes import MADE, RAN, RECEIVED, SENT, SERVED, Row
 from torchweft.observe.tracing.reading import BACKWARD
 from torchweft.observe.tracing.slices import Slicer
+from torchweft.rpc.watching import MessageNote, _notes_in
 
 MAIN, SERVING = 11, 22
 NAMES = {0: "trainer", 1: "server", 2: "other"}
@@ -33,7 +34,7 @@ def worker(number: int, fields: Iterable[Fields], ends: dict[int, float] | None 
         "pid": 100 + number,
         "tracks": {MAIN: "MainThread", SERVING: "weft"},
     }
-    slices = Slicer(rows, ends or {}, number, NAMES, [(0, 900)]).slices()
+    slices = Slicer(rows, ends or {}, number, NAMES.__getitem__, [(0, 900)]).slices()
     used = {each.track for each in slices}
     about["tracks"] = {track: f"thread {track}" for track in sorted(used)}
     return Traced(about, slices, SAME)
@@ -64,11 +65,15 @@ def sent(
     message: int = 0,
 ) -> Fields:
     """Returns the row of a message with ``more`` bytes behind it."""
-    part = control(kind, context, message)
-    frame = encode_frame(kind, 0, number, part)[0]
-    head = bytes(frame[:HEADER_BYTES]) + head_in(kind, part)
     thread = MAIN if kind == Kind.CALL else SERVING
-    return SENT, at_s, thread, peer, len(frame) + more, head
+    return SENT, at_s, thread, peer, *note(kind, number, more, context, message)
+
+
+def note(kind: Kind, number: int, more: int, context: int, message: int) -> MessageNote:
+    """Returns what is kept of the message."""
+    frame = encode_frame(kind, 0, number, control(kind, context, message))[0]
+    ((size, *numbers, _, head),) = _notes_in([frame])
+    return (size + more, *numbers, more, head)  # type: ignore[return-value]
 
 
 def received(
@@ -81,10 +86,8 @@ def received(
     message: int = 0,
 ) -> Fields:
     """Returns the row of such a message at its receiver."""
-    part = control(kind, context, message)
     thread = SERVING if kind == Kind.CALL else MAIN
-    size = HEADER_BYTES + len(part) + more
-    return RECEIVED, at_s, thread, peer, size, int(kind), 0, number, head_in(kind, part)
+    return RECEIVED, at_s, thread, peer, *note(kind, number, more, context, message)
 
 
 def call(

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from torchweft import observe, rpc
 from torchweft.observe.group import Group
-from torchweft.observe.tracing import recorder
 from torchweft.observe.tracing.recorder import RECORDER
 from torchweft.rpc.node import current_node
 
@@ -67,17 +66,17 @@ def spans() -> observe.spans:
 def watch(mode: str) -> None:
     """Has this worker watched in one way from now on."""
     node = current_node()
-    node.agent.slots[RECORDER].forget(_TRACE, node.agent.me.id)
+    RECORDER.get().forget(_TRACE, node.agent.me.id)
     if HAS_SPANS:
         spans().stop()
         if mode == SPANS:
             spans().start()
     if mode in (COUNTERS, BOTH):
-        node.observed.reporter.counting.extend(3600.0)
+        node.reporter.counting.extend(3600.0)
     else:
-        node.observed.reporter.counting.stop()
+        node.reporter.counting.stop()
     if mode in (TRACE, BOTH):
-        recorder.begin(_TRACE, _LIMIT, False)
+        RECORDER.get().begin(_TRACE, node.agent.me.id, _LIMIT, profiles=False)
 
 
 def measure(callee: str, mode: str, calls: int) -> Block:

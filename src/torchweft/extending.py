@@ -19,10 +19,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchweft.autograd.component import accumulate
+from torchweft.autograd.contexts import current_id as context_id_here
 from torchweft.autograd.contexts import enter as in_context
+from torchweft.autograd.local_pass import LocalPass as PassPart
 from torchweft.engine.codec import registry
 from torchweft.engine.codec.functions import name_of
 from torchweft.engine.codec.reducers import has_memory
+from torchweft.engine.codec.registry import remotely_callable, remotely_callable_unless_strict
+from torchweft.engine.io.secure import TlsOptions
+from torchweft.engine.protocol.calls import AnsweredCall
 from torchweft.engine.protocol.observing import (
     Lead,
     NumberRow,
@@ -37,40 +42,61 @@ from torchweft.engine.threads.device_streams import ServedStreams
 from torchweft.engine.threads.interrupts import acquire
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.threads.thread_modes import THREADS
+from torchweft.engine.wire.messages import MAX_SPAN_BYTES
 from torchweft.engine.worker import current as of_process
 from torchweft.engine.worker.agent import Slot
-from torchweft.engine.worker.calls import current_call
+from torchweft.engine.worker.calls import PendingCall, current_call
 from torchweft.engine.worker.current import current
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.optim.distributed import Failure, run_on_owners
+from torchweft.reports import Report
 from torchweft.rpc import serving
 from torchweft.rpc.calls import OrderedFuture, ignore_errors
-from torchweft.rpc.observed import Devices, find_devices
+from torchweft.rpc.counting import Names as CalledNames
+from torchweft.rpc.node import current_node
+from torchweft.rpc.observed import Devices, Route, find_devices, request_of, route_to
 from torchweft.rpc.observed import tell as tell_numbers
 from torchweft.rpc.ports import PORTS, Ports
+from torchweft.rpc.reporter import REPORTER
 from torchweft.rpc.serving import check_caller, check_types, refuse, serves_another_strictly
-from torchweft.rpc.worker import WORKER, current_worker
+from torchweft.rpc.watching import Message, MessageNote, MessageWatcher, message_in
+from torchweft.rpc.watching import watch as watch_worker
+from torchweft.rpc.worker import WORKER, Carrier, Watcher, current_worker
+from torchweft.secret import Secret
 
 __all__ = [
+    "MAX_SPAN_BYTES",
+    "AnsweredCall",
+    "CalledNames",
+    "Carrier",
     "DeviceMark",
     "Devices",
     "Failure",
     "Lead",
     "Member",
+    "Message",
+    "MessageNote",
+    "MessageWatcher",
     "NumberRow",
     "NumberTable",
     "OrderedFuture",
+    "PassPart",
+    "PendingCall",
     "PerWorker",
     "Reading",
+    "Route",
     "ServedStreams",
     "Wait",
+    "Watcher",
     "accumulate",
     "acquire",
     "caller",
     "check_accepts",
     "check_caller",
     "check_types",
+    "context_id_here",
+    "credentials",
     "device_mark",
     "find_devices",
     "find_worker",
@@ -80,10 +106,17 @@ __all__ = [
     "is_open_group",
     "lead_of",
     "log_exception",
+    "message_in",
+    "on_leave",
+    "own_report",
     "ports",
     "present_workers",
     "rebuilds_plain",
     "refuse",
+    "remotely_callable",
+    "remotely_callable_unless_strict",
+    "request_of",
+    "route_to",
     "run_in_background",
     "run_on_owners",
     "served_call",
@@ -93,6 +126,7 @@ __all__ = [
     "this_worker",
     "use_after",
     "waiting",
+    "watch",
     "worker_of",
     "working_for",
 ]
@@ -219,6 +253,25 @@ def _run(work: tuple[Callable[..., None], tuple[Any, ...]], _: object) -> None:
     function(*args)
 
 
+def on_leave(end: Callable[[], None]) -> Callable[[], None]:
+    """Has a function called when this worker leaves its group, by the thread that leaves.
+
+    Args:
+        end: Called without arguments, once. It blocks for a moment at most.
+
+    Returns:
+        A function that takes it back; it may be called several times.
+    """
+    ends = current_node().on_end
+    key = object()
+    ends[key] = end
+
+    def forget() -> None:
+        ends.pop(key, None)
+
+    return forget
+
+
 # The call that the running function serves
 
 
@@ -317,6 +370,39 @@ def waiting(waits: Callable[[], Sequence[Wait]]) -> AbstractContextManager[objec
     """
     agent = of_process.here
     return nullcontext() if agent is None else agent.reactor.waiting(waits)
+
+
+# For tools that observe
+
+
+def own_report(question: str) -> Report:
+    """Returns what this worker tells of itself, and has its calls counted for a while.
+
+    Args:
+        question: One of ``REPORT``, ``DETAIL`` and ``METRICS`` of ``torchweft.reports``.
+    """
+    return current().slots[REPORTER].observed(question)
+
+
+def watch(watcher: Watcher) -> Callable[[], None]:
+    """Has a watcher hear of what this worker does from now on, from any thread.
+
+    A ``MessageWatcher`` hears of messages and of tensors on other channels as well, and a
+    ``Carrier`` adds contexts to calls. A worker has one of each at most.
+
+    Args:
+        watcher: Has the methods that are called. They neither block nor raise.
+
+    Returns:
+        A function that ends it.
+    """
+    return watch_worker(current_worker(), watcher)
+
+
+def credentials() -> tuple[Secret | None, TlsOptions | None]:
+    """Returns by what this worker proves itself to others: its secret, and how it does TLS."""
+    options = current_node().options
+    return options.secret, options.tls
 
 
 # The order of GPU work between threads

@@ -45,11 +45,11 @@ COLLECTED: Slot[Collected] = Slot(Collected)
 
 def count_calls() -> None:
     """Has this worker count its calls, as if it was observed."""
-    current_node().observed.reporter.counting.extend(3600.0)
+    current_node().reporter.counting.extend(3600.0)
 
 
 def stop_counting() -> None:
-    current_node().observed.reporter.counting.stop()
+    current_node().reporter.counting.stop()
 
 
 def here() -> Collected:
@@ -204,7 +204,7 @@ def baggage_here() -> object:
 def counted() -> dict[tuple[str, str], int]:
     return {
         (each.function, each.direction): each.calls
-        for each in current_node().observed.reporter.counting.counts()
+        for each in current_node().reporter.counting.counts()
     }
 
 

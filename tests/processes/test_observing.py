@@ -29,10 +29,9 @@ from torchweft.launch import Cluster, Nursery
 from torchweft.mapreduce import dim_partitioner, parallelize
 from torchweft.nn import RemoteModule
 from torchweft.observe import rates
-from torchweft.observe.counting import LEASE_S
 from torchweft.observe.group import Answers, find
-from torchweft.observe.report import DETAIL, Report
-from torchweft.observe.session import ask
+from torchweft.reports import DETAIL, Report, ask
+from torchweft.rpc.counting import LEASE_S
 from torchweft.rpc.node import current_node
 from torchweft.secret import key_of_observers
 
@@ -53,7 +52,7 @@ def fail() -> None:
 
 
 def is_counting() -> bool:
-    return current_node().observed.reporter.counting.since_s >= 0
+    return current_node().reporter.counting.since_s >= 0
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +135,10 @@ def test_an_observer_changes_nothing_in_the_group(trio: Cluster) -> None:
 def test_calls_are_counted_no_longer_than_they_are_watched(trio: Cluster) -> None:
     group_of(trio).ask(ANSWER_S)
     node = current_node()
-    assert node.observed.reporter.counting.since_s >= 0
-    assert node.worker.watchers == (node.observed.reporter.counting,)
-    node.observed.reporter.counting.tick(time.monotonic() + LEASE_S + 1.0)
-    assert node.observed.reporter.counting.since_s < 0
+    assert node.reporter.counting.since_s >= 0
+    assert node.worker.watchers == (node.reporter.counting,)
+    node.reporter.counting.tick(time.monotonic() + LEASE_S + 1.0)
+    assert node.reporter.counting.since_s < 0
     assert not node.worker.watchers
 
 
@@ -219,8 +218,8 @@ def rpc_address_of(worker: str) -> str:
 
 def test_an_unknown_question_is_not_answered(trio: Cluster) -> None:
     with pytest.raises(ConnectionError):
-        ask(rpc_address_of("worker0"), "anything", OPEN, ANSWER_S)
-    assert json.loads(ask(rpc_address_of("worker0"), "who", OPEN, ANSWER_S))["worker"] == "worker0"
+        ask(rpc_address_of("worker0"), "anything", *OPEN, ANSWER_S)
+    assert json.loads(ask(rpc_address_of("worker0"), "who", *OPEN, ANSWER_S))["worker"] == "worker0"
 
 
 def test_where_no_worker_listens_the_error_says_so() -> None:

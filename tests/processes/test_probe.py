@@ -12,20 +12,19 @@ import torchweft
 from tests.command_line import said_by
 from tests.contract.processes.functions import stop
 from torchweft import knobs
-from torchweft.engine.io import addresses
 from torchweft.launch import Nursery
 from torchweft.observe import group
-from torchweft.observe.session import process_at
+from torchweft.reports import process_at
 from torchweft.secret import write_new
 
 
 def only(pids: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Has observers see only these workers of the host, as in a container."""
-    everywhere = addresses.unix_listeners
+    everywhere = group.listeners_here
     monkeypatch.setattr(
-        group.addresses,
-        "unix_listeners",
-        lambda: [each for each in everywhere() if process_at(str(each)) in pids],
+        group,
+        "listeners_here",
+        lambda: [each for each in everywhere() if process_at(each) in pids],
     )
 
 

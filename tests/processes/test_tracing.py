@@ -58,7 +58,7 @@ def fail() -> None:
 def counted() -> dict[tuple[str, str], int]:
     """Returns how often each function was called, by the counters of this worker."""
     counts: Counter[tuple[str, str]] = Counter()
-    for each in current_node().observed.reporter.counting.counts():
+    for each in current_node().reporter.counting.counts():
         if not each.function.startswith(SERVICE):
             counts[each.function, each.direction] += each.calls
     return dict(counts)
@@ -77,7 +77,7 @@ def is_plain() -> bool:
     worker = current_node().worker
     links = [peer.link for peer in current().peers.values() if peer.link is not None]
     return (
-        not current().slots[RECORDER].is_on
+        not RECORDER.get().is_on
         and not any(isinstance(each, TracingWatcher) for each in worker.watchers)
         and type(worker.tensor_messages).__name__ == "TensorMessages"
         and all(link.watcher is None for link in links)
@@ -213,11 +213,11 @@ def test_gradients_have_arrows_from_sender_to_receiver(traced: Traced) -> None:
 def test_the_trace_has_every_byte_that_the_connections_count(trio: Cluster) -> None:
     trace, agent = 7, current()
     links = {peer.id: peer.link for peer in agent.peers.values() if peer.link is not None}
-    recording = agent.slots[RECORDER]
+    recording = RECORDER.get()
     with stable_counts(links):
         recorder.begin(trace, 1000, False)
     before = {peer: (link.bytes_sent, link.bytes_received) for peer, link in links.items()}
-    rows = recording._recording.rows  # type: ignore[union-attr]
+    rows = recording._recording._rows  # type: ignore[union-attr]
     step()
     with stable_counts(links):
         found, _, dropped = rows.end()

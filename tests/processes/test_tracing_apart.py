@@ -13,7 +13,6 @@ from tests.contract.processes.functions import options, wait_until
 from tests.processes.test_tracing import double, is_plain
 from tests.trace_reader import read_trace
 from torchweft import rpc
-from torchweft.engine.worker.current import current
 from torchweft.errors import ObserveError
 from torchweft.launch import Nursery
 from torchweft.observe.tracing import recorder
@@ -47,7 +46,7 @@ def test_noting_ends_with_the_worker_that_leads(nursery: Nursery, tmp_path: Path
         ) as group,
     ):
         rpc.rpc_sync("worker0", lead_and_stay, args=(tmp_path / "trace.json",))
-        assert current().slots[RECORDER].is_on
+        assert RECORDER.get().is_on
         os.kill(group.pids["worker0"], signal.SIGKILL)
         wait_until(is_plain, lambda: "the driver still records")
         wait_until(lambda: rpc.rpc_sync("worker1", is_plain), lambda: "worker1 still records")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -28,6 +29,7 @@ from torchweft.arguments import kind_of
 from torchweft.autograd import hooks
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import (
+    PLACEHOLDER,
     UNDEFINED,
     Context,
     Gradient,
@@ -83,6 +85,25 @@ class Reached(NamedTuple):
     """Node outputs, of any component, that a pass goes through and whose gradients are wanted."""
     cuts: Collection[Node] = ()
     """Stops that the engine would run through unless prevented."""
+
+
+_MOST_NODES = 2000
+"""Nodes of a part of a pass that are looked at for their names."""
+_MOST_NAMES = 40
+
+
+def operations_behind(parts: Iterable[Reached]) -> dict[str, int]:
+    """Returns the names of the operations in parts of a graph, the first to run first."""
+    found: Counter[str] = Counter()
+    seen: set[Node | None] = {None}
+    level = [edge[0] for reached in parts for send in reached.sends for edge in send.edges]
+    while level and len(seen) < _MOST_NODES:
+        nodes = [node for node in dict.fromkeys(level) if node not in seen]
+        seen.update(nodes)
+        nodes = [node for node in nodes if node is not None and type(node) is not PLACEHOLDER]
+        found.update([node.name() for node in nodes if node.next_functions])
+        level = [target for node in nodes for target, _ in node.next_functions if target]
+    return dict(itertools.islice(found.items(), _MOST_NAMES))
 
 
 class SentGraph:

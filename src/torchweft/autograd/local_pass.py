@@ -48,6 +48,7 @@ from torchweft.autograd.graph import (
     Roots,
     SentGraph,
     note_reached,
+    operations_behind,
     roots_of,
     run_alone,
     writes_to_views,
@@ -238,6 +239,12 @@ class LocalPass:
         """Notes that all live messages have been announced."""
         self._is_settled = True
         self._touched.update(self._unfinished)
+
+    def operations_due(self) -> dict[str, int]:
+        """Returns the names of the operations that ``work`` runs next, and how many of each."""
+        due = [reached for _, reached, gradients, _ in self._due if gradients is not None]
+        due += [component.reached for component in self._touched.values()]
+        return operations_behind(due)
 
     def work(self) -> tuple[list[Outgoing], Progress]:
         """Runs the ready nodes.

@@ -52,7 +52,7 @@ from torchweft.engine.threads.device_streams import Mark
 from torchweft.engine.threads.interrupts import Flag, is_of_handler
 from torchweft.engine.threads.reports import log_exception, names_of
 from torchweft.engine.wire.frames import Frame
-from torchweft.engine.wire.messages import Kind
+from torchweft.engine.wire.messages import Kind, pass_span
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.calls import Spins, kinds_of
 from torchweft.engine.worker.peers import Peer
@@ -497,7 +497,10 @@ class PassPart:
         assert self.name is not None
         buffers = self._passes.envelopes.encode(peer, self.name, messages)
         for each in self._passes.watchers:
-            buffers = [*each.messages_before(peer, self.name), *buffers]
+            span = each.span_before(peer.id, self.name.pass_id, self.name.context_id)
+            if span:
+                name = self.name
+                buffers = [*pass_span(name.pass_id, name.context_id, span), *buffers]
         if type(messages[0]) in (Failed, Abort):
             self._agent.sender.post(peer, buffers)  # A lost worker need not receive it.
         else:

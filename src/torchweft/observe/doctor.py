@@ -13,14 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchweft import knobs
-from torchweft.engine.channels.channel import UNTRIED
-from torchweft.engine.channels.cuda import NO_CUDA
-from torchweft.engine.channels.rdma import NO_DEVICE
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid import Facts, choose_backend
 from torchweft.observe.examining import THOROUGH, gather, tell_host, tell_pair
 from torchweft.observe.group import Group
-from torchweft.observe.report import HostFacts, PairFacts, WorkerFacts, decode
+from torchweft.reports import HostFacts, PairFacts, WorkerFacts, decode
 from torchweft.rpc import get_worker_infos, rpc_sync
 
 __all__ = [
@@ -263,8 +260,7 @@ def check_pair(pair: PairFacts) -> Iterator[Finding]:
         yield Finding(Level.GOOD, "channel", where, f"channels: {_channels(pair)}")
     obstacles = dict(pair.obstacles)
     for name in ("shm", "cma", _DEVICES) if pair.is_one_host else (_REMOTE,):
-        reason = obstacles.get(name, "")
-        if reason and reason != UNTRIED and NO_CUDA not in reason and NO_DEVICE not in reason:
+        if reason := obstacles.get(name):
             yield Finding(Level.NOTE, "channel", where, f"no {name}: {reason}", _fix(name, reason))
 
 

@@ -15,26 +15,28 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from torchweft.engine.codec.registry import remotely_callable, remotely_callable_unless_strict
-from torchweft.engine.io import addresses
-from torchweft.engine.protocol.observing import Reading, lead_of
-from torchweft.engine.protocol.registration import HOST, NETWORK
-from torchweft.engine.worker.agent import Agent
-from torchweft.engine.worker.current import current
-from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallTimeout, ProtocolError
+from torchweft.extending import (
+    Reading,
+    Route,
+    check_types,
+    find_devices,
+    lead_of,
+    remotely_callable,
+    remotely_callable_unless_strict,
+    route_to,
+    this_worker,
+)
 from torchweft.native import native, reason
-from torchweft.observe.report import HostFacts, PairFacts, WorkerFacts, encode
-from torchweft.rpc.api import rpc_sync
-from torchweft.rpc.observed import WorkerState, find_devices, health_of
-from torchweft.rpc.serving import check_types
+from torchweft.reports import FACTS, MEASURE, HostFacts, PairFacts, WorkerFacts, encode
+from torchweft.rpc import WorkerHealth, WorkerState, health, rpc_sync
 from torchweft.version import VERSION
 
 T = TypeVar("T")
@@ -85,7 +87,7 @@ def gather(sys: str = "/sys", shm: str = "/dev/shm", *, is_resolved: bool = True
     """
     devices = find_devices(sys=Path(sys))
     return HostFacts(
-        current().info.name,
+        this_worker().name,
         socket.gethostname(),
         platform.python_version(),
         torch.__version__,
@@ -105,62 +107,65 @@ def gather(sys: str = "/sys", shm: str = "/dev/shm", *, is_resolved: bool = True
     )
 
 
-def facts_of(agent: Agent) -> WorkerFacts:
+def facts() -> WorkerFacts:
     """Returns all that this worker knows without measuring. Sends nothing."""
-    peers = [each for each in agent.members.present() if not each.is_self and each.link is not None]
-    host = gather(is_resolved=False)
-    return WorkerFacts(host, tuple(_known(agent, peer) for peer in peers))
+    return WorkerFacts(gather(is_resolved=False), tuple(_known(each) for each in _connected()))
 
 
-def _known(agent: Agent, peer: Peer) -> PairFacts:
-    found = health_of(agent, peer)
-    if found.state in (WorkerState.SILENT, WorkerState.RECONNECTING):
+def _connected() -> list[WorkerHealth]:
+    """Returns the health of the workers to which there is a connection."""
+    without = (WorkerState.SELF, WorkerState.UNUSED, WorkerState.LOST)
+    return [each for each in health() if each.state not in without]
+
+
+def _known(found: WorkerHealth) -> PairFacts:
+    caller, callee = this_worker().name, found.worker.name
+    if found.state is not WorkerState.CONNECTED:
         text = f"its connection is {found.state.value}, for {found.silence_s:.0f} s"
-        return PairFacts(agent.info.name, peer.name, text)
-    both = [each.registration for each in (agent.me, peer)]
-    hosts, networks = ({each.facts.get(fact) for each in both} for fact in (HOST, NETWORK))
-    is_one_network = len(hosts) == len(networks) == 1
-    link = UNKNOWN if is_one_network else link_towards(peer.registration.addresses)
-    return PairFacts(
-        agent.info.name,
-        peer.name,
-        obstacles=tuple((name, why) for name, why in peer.ways.obstacles().items()),
-        is_one_host=len(hosts) == 1,
-        is_one_network=is_one_network,
-        interface=link.interface,
-        interface_bytes_per_s=link.bytes_per_s,
-        inline_bytes=peer.ways.inline_limit_bytes,
-        channels=tuple(peer.ways.sizes()),
+        return PairFacts(caller, callee, text)
+    return _with_route(PairFacts(caller, callee), route_to(found.worker))
+
+
+def _with_route(pair: PairFacts, route: Route) -> PairFacts:
+    interface = interface_of(route.own_address)
+    return replace(
+        pair,
+        is_one_host=route.is_one_host,
+        is_one_network=route.is_one_network,
+        interface=interface,
+        interface_bytes_per_s=speed_of(interface) if interface else 0.0,
+        inline_bytes=route.inline_bytes,
+        channels=route.channels,
+        obstacles=route.obstacles,
     )
 
 
 def measure(callee: str, effort: Effort) -> PairFacts:
     """Returns what this worker measures towards another. Blocks, for a limited time."""
-    agent = current()
-    name = agent.info.name
+    pair = PairFacts(this_worker().name, callee)
     deadline = _Deadline(effort)
     try:
-        peer = agent.members.find(callee)
         latency_s, readings = _small_calls(deadline, callee, effort)
         bytes_per_s, memory_bytes_per_s = _large_tensors(deadline, callee, effort)
     except CallTimeout as error:
         # Its host answers, so all its slots run functions, or code in C keeps its interpreter.
-        is_busy = health_of(agent, peer).state is WorkerState.CONNECTED
-        text = (
-            f"no call ended within {effort.timeout_s:g} s" if is_busy else f"CallTimeout: {error}"
-        )
-        return PairFacts(name, callee, text, is_busy=is_busy)
+        states = {each.worker.name: each.state for each in health()}
+        if states.get(callee) is not WorkerState.CONNECTED:
+            return replace(pair, error=f"CallTimeout: {error}")
+        text = f"no call ended within {effort.timeout_s:g} s"
+        return replace(pair, error=text, is_busy=True)
     except Exception as error:
-        return PairFacts(name, callee, f"{type(error).__name__}: {error}")
+        return replace(pair, error=f"{type(error).__name__}: {error}")
     clock = lead_of(readings)
-    return replace(
-        _known(agent, peer),
+    measured = replace(
+        pair,
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
         memory_bytes_per_s=memory_bytes_per_s,
         clock_s=clock.ahead_s,
         clock_error_s=clock.error_s,
     )
+    return _with_route(measured, route_to(callee))
 
 
 def _small_calls(deadline: _Deadline, callee: str, effort: Effort) -> tuple[float, list[Reading]]:
@@ -224,16 +229,24 @@ def weigh(tensor: torch.Tensor) -> int:
     return int(tensor.nbytes)
 
 
-def measured_for_observer(agent: Agent, callee: str) -> PairFacts:
-    """Measures briefly towards a worker to which there is a connection already.
+# What observers ask
+
+
+def answer(question: str) -> bytes:
+    """Returns the answer to a question of an observer that is about the host, or about a way.
 
     Raises:
-        ProtocolError: There is none, and an observer makes none.
+        ProtocolError: There is no such question, or it is about a worker to which there is no
+            connection: an observer makes none.
     """
-    found = [each for each in agent.members.present() if each.name == callee and not each.is_self]
-    if not found or found[0].link is None:
+    if question == FACTS:
+        return encode(facts())
+    if not question.startswith(MEASURE):
+        raise ProtocolError(f"an observer asks {question!r}")
+    callee = question.removeprefix(MEASURE)
+    if callee not in [each.worker.name for each in _connected()]:
         raise ProtocolError(f"an observer measures no way to {callee!r}: there is no connection")
-    return measure(callee, BRIEF)
+    return encode(measure(callee, BRIEF))
 
 
 # The host
@@ -285,37 +298,11 @@ _MEGABIT = 125_000
 """Bytes per second."""
 
 
-class NetworkLink(NamedTuple):
-    """A network interface.
-
-    Attributes:
-        interface: Its name; empty if it is unknown.
-        bytes_per_s: Its speed; 0 if it does not tell, as most virtual ones.
-    """
-
-    interface: str = ""
-    bytes_per_s: float = 0.0
-
-
-UNKNOWN = NetworkLink()
-
-
-def link_towards(texts: Iterable[str], sys: Path = Path("/sys")) -> NetworkLink:
-    """Returns the interface on the route to the first of a worker's addresses in a network."""
-    for place in map(addresses.parse, texts):
-        if isinstance(place, addresses.TcpAddress) and addresses.is_far(place):
-            interface = _interface_of(addresses.own_address_towards(place.host))
-            return NetworkLink(interface, _speed(sys, interface)) if interface else UNKNOWN
-    return UNKNOWN
-
-
-def _interface_of(address: str) -> str:
+def interface_of(address: str) -> str:
     """Returns the name of the interface that has an address of this host; empty for IPv6."""
     try:
-        own = ipaddress.ip_address(address.partition("%")[0])
+        own = ipaddress.IPv4Address(address)
     except ValueError:
-        return ""
-    if own.version == 6:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -329,9 +316,7 @@ def _interface_of(address: str) -> str:
     return ""
 
 
-def _speed(sys: Path, interface: str) -> float:
-    try:
-        megabits = int((sys / "class/net" / interface / "speed").read_text())
-    except (OSError, ValueError):
-        return 0.0
-    return max(megabits, 0) * _MEGABIT
+def speed_of(interface: str, sys: Path = Path("/sys")) -> float:
+    """Returns the bytes per second of an interface; 0 if it does not tell, as most virtual ones."""
+    megabits = _number_in(sys / "class/net" / interface / "speed")
+    return max(megabits, 0) * _MEGABIT * 1.0

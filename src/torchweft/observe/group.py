@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from torchweft import knobs
 from torchweft.columns import printable
-from torchweft.engine.io import addresses
-from torchweft.engine.io.handshake import NotProven
 from torchweft.errors import (
     ConfigurationError,
     GroupNotFound,
@@ -24,7 +22,8 @@ from torchweft.errors import (
     ProtocolError,
 )
 from torchweft.files import read_plain
-from torchweft.observe.report import (
+from torchweft.observe.session import Access, is_stopped, told_of, why_silent
+from torchweft.reports import (
     FACTS,
     FILE_SUFFIX,
     MEASURE,
@@ -35,15 +34,11 @@ from torchweft.observe.report import (
     PairFacts,
     Report,
     WorkerFacts,
-    decode,
-)
-from torchweft.observe.session import (
-    Access,
     ask,
-    is_stopped,
+    decode,
+    listeners_here,
+    may_reach,
     process_at,
-    told_of,
-    why_silent,
 )
 
 T = TypeVar("T")
@@ -156,16 +151,12 @@ class Group:
         """Asks a worker at the first of its addresses that can be reached from here."""
         failure: Exception = ConnectionError("it has no address that can be reached from here")
         is_here = member.host in ("", socket.gethostname())
-        for text in member.addresses:
-            address = addresses.parse(text)
-            if isinstance(address, addresses.UnixAddress) and not is_here:
-                continue
-            if not is_here and not addresses.is_far(address):
-                continue
-            try:
-                return ask(text, question, self._access, timeout_s)
-            except ConnectionError as error:
-                failure = error
+        for address in member.addresses:
+            if may_reach(address, is_here=is_here):
+                try:
+                    return ask(address, question, *self._access, timeout_s)
+                except ConnectionError as error:
+                    failure = error
         raise failure
 
 
@@ -234,8 +225,8 @@ def look_around(access: Access) -> tuple[int, list[str]]:
 def _at_address(address: str, access: Access) -> Identity:
     timeout_s = knobs.CONNECT_TIMEOUT_S.get()
     try:
-        return decode(Identity, ask(address, WHO, access, timeout_s))
-    except NotProven as error:
+        return decode(Identity, ask(address, WHO, *access, timeout_s))
+    except ObserverRefused as error:
         raise _refused(access) from error
     except (OSError, ProtocolError) as error:
         if isinstance(error, TimeoutError) and access.tls is None:
@@ -253,10 +244,10 @@ def _on_this_host(access: Access) -> tuple[list[Identity], int, list[str]]:
     Returns:
         Those that answer, how many refuse, and why others do not answer, as ends of sentences.
     """
-    places = list(map(str, addresses.unix_listeners()))
+    places = listeners_here()
 
     def identity_of(address: str) -> Identity | Exception:
-        return _try(lambda: decode(Identity, ask(address, WHO, access, _FIND_S)))
+        return _try(lambda: decode(Identity, ask(address, WHO, *access, _FIND_S)))
 
     found: list[Identity] = []
     refusing = 0
@@ -264,7 +255,7 @@ def _on_this_host(access: Access) -> tuple[list[Identity], int, list[str]]:
     for address, answer in zip(places, _each(identity_of, places), strict=True):
         if isinstance(answer, Identity):
             found.append(answer)
-        elif isinstance(answer, NotProven):
+        elif isinstance(answer, ObserverRefused):
             refusing += 1
         elif isinstance(answer, TimeoutError):
             silent.append(why_silent(answer, process_at(address), _FIND_S))
@@ -317,7 +308,7 @@ def _listed(groups: Mapping[str, list[Identity]]) -> str:
 def _try(work: Callable[[], T]) -> T | Exception:
     try:
         return work()
-    except (OSError, ProtocolError, ConfigurationError) as error:
+    except (OSError, ProtocolError, ConfigurationError, ObserverRefused) as error:
         return error
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from torchweft.observe import rates as measured
 from torchweft.observe import text
 from torchweft.observe.group import Answers, Group
-from torchweft.observe.report import DETAIL, REPORT, Report
 from torchweft.observe.waits import WaitGraph, explain
+from torchweft.reports import DETAIL, REPORT, Report
 
 
 class Looker:

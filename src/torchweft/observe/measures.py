@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torchweft.observe.report import MESSAGES, STEPS, FunctionCounts, Identity, Member, Report
+from torchweft.reports import MESSAGES, STEPS, FunctionCounts, Identity, Member, Report
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 

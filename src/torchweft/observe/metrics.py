@@ -16,11 +16,11 @@ from torchweft import scraping
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
+from torchweft.extending import credentials, on_leave, own_report, this_worker
 from torchweft.observe.group import Group
 from torchweft.observe.measures import Distribution, Metric, Point, measures_of
-from torchweft.observe.report import METRICS
 from torchweft.observe.session import Access
-from torchweft.rpc.node import Node, current_node
+from torchweft.reports import METRICS
 from torchweft.scraping import Address
 
 __all__ = ["Distribution", "Metric", "Point", "Server", "read", "serve"]
@@ -47,7 +47,7 @@ def read(*, group: bool = False, timeout: float = TIMEOUT_S) -> list[Metric]:
         ConfigurationError: ``timeout`` is not positive.
     """
     check(group, timeout)
-    return reader_of(current_node(), group=group, timeout_s=timeout)()
+    return reader_of(group=group, timeout_s=timeout)()
 
 
 def check(group: Any, timeout: Any) -> None:
@@ -60,16 +60,20 @@ def check(group: Any, timeout: Any) -> None:
         raise ConfigurationError(f"timeout is {timeout}; pass a positive number of seconds")
 
 
-def reader_of(node: Node, *, group: bool, timeout_s: float) -> Callable[[], list[Metric]]:
-    """Returns what reads the metrics of a worker, or of its group; its use blocks for the limit."""
-    reporter = node.observed.reporter
-    if not group:
-        return lambda: measures_of([reporter.observed(METRICS)])
-    access = Access(node.options.secret, node.options.tls)
+def reader_of(*, group: bool, timeout_s: float) -> Callable[[], list[Metric]]:
+    """Returns what reads the metrics of this worker, or of its group; blocks for the limit.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+    access = Access(*credentials())
 
     def read_all() -> list[Metric]:
+        own = own_report(METRICS)
+        if not group:
+            return measures_of([own])
         # Made anew: workers may have joined since the last time, or come back after a loss.
-        found = Group([reporter.identity()], access)
+        found = Group([own.identity], access)
         answers = found.ask(timeout_s, METRICS)
         absent = [each for each in found.members if each.name in answers.silent]
         return measures_of(answers.reports, absent, found.name)
@@ -102,9 +106,9 @@ def serve(
         raise ConfigurationError(f"port is {port}; pass a number up to 65535, or 0 for a free one")
     check(group, timeout)
     scraping.check_package()
-    node = current_node()
+    this_worker()  # Raises before a port is taken.
     server = Server(Address(host, port), "pass another port, or 0 for a free one")
-    return server.serve(node, group=group, timeout_s=timeout)
+    return server.serve(group=group, timeout_s=timeout)
 
 
 class Server(Closing):
@@ -136,21 +140,20 @@ class Server(Closing):
             raise scraping.taken(address, error, fix) from error
         self.port: int = self._http.server_port
         self.url = address._replace(port=self.port).url
-        self._node: Node | None = None
+        self._forget: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def serve(self, node: Node, *, group: bool = False, timeout_s: float = TIMEOUT_S) -> Server:
-        """Begins to serve the metrics of a worker, or of its group, until the worker leaves."""
+    def serve(self, *, group: bool = False, timeout_s: float = TIMEOUT_S) -> Server:
+        """Begins to serve the metrics of this worker, or of its group, until the worker leaves."""
         try:
-            read = reader_of(node, group=group, timeout_s=timeout_s)
+            read = reader_of(group=group, timeout_s=timeout_s)
             read()  # Calls are counted from now on.
-            self.begin(read, f"weft-{node.agent.info.name}-metrics")
+            self.begin(read, f"weft-{this_worker().name}-metrics")
+            self._forget = on_leave(self.close)
         except BaseException:
             self.close()
             raise
-        self._node = node
-        node.on_end[self] = self.close
         return self
 
     def begin(self, read: Callable[[], list[Metric]], name: str) -> None:
@@ -163,8 +166,7 @@ class Server(Closing):
 
     def close(self) -> None:
         """Ends it; nothing if it has ended. Blocks for half a second at most."""
-        if self._node is not None:
-            self._node.on_end.pop(self, None)
+        self._forget()
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchweft.engine.protocol.observing import SHUTDOWN
-from torchweft.observe.report import LENT, FunctionCounts, Report, percentile, since, sum_of
+from torchweft.reports import LENT, SHUTDOWN, FunctionCounts, Report, percentile, since, sum_of
 
 IN, OUT = "in", "out"
 NUMBERS = "memory_bytes in_flight serving queued owned held contexts passes".split()

@@ -35,23 +35,23 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchweft.autograd.codec import PassName
-from torchweft.autograd.contexts import current_id
-from torchweft.autograd.local_pass import LocalPass, Outgoing
-from torchweft.engine.protocol.backward import Progress
-from torchweft.engine.protocol.calls import AnsweredCall
-from torchweft.engine.wire.frames import Buffer
-from torchweft.engine.wire.messages import ERROR_REPLY, MAX_SPAN_BYTES, NO_GRAD, pass_span
-from torchweft.engine.worker.agent import Slot
-from torchweft.engine.worker.calls import PendingCall, current_call
-from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ObserveError
+from torchweft.extending import (
+    MAX_SPAN_BYTES,
+    AnsweredCall,
+    CalledNames,
+    Carrier,
+    PassPart,
+    PendingCall,
+    PerWorker,
+    context_id_here,
+    on_leave,
+    request_of,
+    served_call,
+    this_worker,
+    watch,
+)
 from torchweft.ids import ReferenceId, worker_of
-from torchweft.observe.counting import name_of
-from torchweft.observe.tracing.notes import operations_due
-from torchweft.rpc.node import Node, current_node
-from torchweft.rpc.observed import named_in
-from torchweft.rpc.worker import Carrier
 from torchweft.version import VERSION
 
 K = TypeVar("K")
@@ -116,16 +116,16 @@ class Tracer(Carrier):
         self._passes: OrderedDict[tuple[int, int], _Pass] = OrderedDict()
         """The newest passes, by the numbers of a pass and of its autograd context."""
         self._lock = threading.Lock()
+        self._names = CalledNames()
         self.me = -1
 
     # Calls at their caller
 
     def call_begins(self, call: PendingCall) -> bytes:
         """Begins the span of a call; returns its context."""
-        name = name_of(call.function)
+        name = self._names.name_of(call.function)
         attributes = {**_about(name, call.worker_name), "server.address": call.worker_name}
-        context_id = current_id()
-        if context_id:
+        if context_id := context_id_here():
             attributes["weft.autograd.context"] = context_id
         within = _current(self._context_of(call.parent))
         span = self._tracer.start_span(name, within, SpanKind.CLIENT, attributes)
@@ -135,7 +135,7 @@ class Tracer(Carrier):
     def call_ends(self, call: PendingCall) -> None:
         """Ends the span of a call, unless an error answers it."""
         made: _Made = call.notes[self]
-        if call.frame is not None and call.frame.flags & ERROR_REPLY:
+        if call.frame is not None and call.has_failed:
             made.ended_ns = time.time_ns()  # Its type is known when the error is read.
             return
         if call.error is not None:
@@ -174,10 +174,8 @@ class Tracer(Carrier):
                 served.span.end()  # It was given up before its turn.
 
     def _begin_served(self, call: AnsweredCall) -> _Served:
-        name, carried = name_of(call.function), b""
-        if call.frame is not None:
-            function, carried = named_in(call.frame)
-            name = name_of(function)
+        function, carried = request_of(call)
+        name = self._names.name_of(function)
         within = context_in(carried) if carried else Context()
         waited_s = time.monotonic() - call.arrived_s
         attributes = {**_about(name, call.peer.name), "weft.queue.duration": waited_s}
@@ -192,12 +190,11 @@ class Tracer(Carrier):
         served = self._served(call)
         if served is None or call.has_ended:
             return
-        name = name_of(call.function)
+        name = self._names.name_of(call.function)
         if name != served.name:
             served.span.update_name(name)
             served.span.set_attribute("rpc.method", name)
-        context_id = getattr(call, "context_id", 0)
-        if context_id and context_id != NO_GRAD:
+        if context_id := call.own_context_id:
             served.span.set_attribute("weft.autograd.context", context_id)
             self._keep(self._of_context, context_id, served.context)
         if error is not None:
@@ -224,7 +221,7 @@ class Tracer(Carrier):
         # Of a batch for one call, its parent is that call. A span has one parent at most.
         within = self._context_of(calls[0]) if len(calls) == 1 else None
         within = Context() if within is None else within
-        name = name_of(function)
+        name = self._names.name_of(function)
         attributes: dict[str, Any] = {"rpc.method": name, "weft.batch.calls": len(calls)}
         span = self._tracer.start_span(
             f"batch {name}", within, SpanKind.INTERNAL, attributes, links
@@ -254,35 +251,35 @@ class Tracer(Carrier):
     @contextlib.contextmanager
     def pass_runs(self, context_id: int) -> Iterator[None]:
         """Runs a backward pass in a span."""
-        within = _current(self._context_of(current_call.get()))
+        within = _current(self._context_of(served_call()))
         span = self._tracer.start_span(
             "backward", within, SpanKind.INTERNAL, {"weft.autograd.context": context_id}
         )
         with _inside(span, within):
             yield
 
-    def messages_before(self, peer: Peer, name: PassName) -> list[Buffer]:
-        """Returns the context of a pass as a message, before the first one to a worker."""
-        key, leader = (name.pass_id, name.context_id), worker_of(name.pass_id)
+    def span_before(self, worker: int, pass_id: int, context_id: int) -> bytes:
+        """Returns the context of a pass for a worker that has not got it."""
+        key, leader = (pass_id, context_id), worker_of(pass_id)
         known = self._passes.get(key)
         if known is None and leader == self.me:  # The thread that leads a pass is that which sends.
             carried = carried_in(contexts.get_current())
             known = self._keep(self._passes, key, _Pass(carried))
-        if known is None or not known.carried or peer.id in known.told or peer.id == leader:
-            return []
-        known.told.add(peer.id)
-        return pass_span(*key, known.carried)
+        if known is None or worker in known.told or worker == leader:
+            return b""
+        known.told.add(worker)
+        return known.carried
 
     def take_span(self, key: tuple[int, int], context: bytes) -> None:
         """Takes the context of the span of a pass, which another worker has sent."""
         self._keep(self._passes, key, _Pass(context))
 
     def part_runs(
-        self, local: LocalPass, work: Callable[[], tuple[list[Outgoing], Progress]]
-    ) -> tuple[list[Outgoing], Progress]:
+        self, part: PassPart, work: Callable[[], tuple[list[Any], Any]]
+    ) -> tuple[list[Any], Any]:
         """Runs a step of this worker's part of a pass in a span."""
-        names, context_id = operations_due(local), local.context_id
-        led = self._passes.get((local.pass_id, context_id))
+        names, context_id = part.operations_due(), part.context_id
+        led = self._passes.get((part.pass_id, context_id))
         within = _current(self._of_context.get(context_id) if led is None else led.context)
         attributes: dict[str, Any] = {
             "weft.autograd.context": context_id,
@@ -307,7 +304,7 @@ class Tracer(Carrier):
         """Begins the span of a step of an optimizer; a hook of PyTorch."""
         name = f"step {type(optimizer).__name__}"
         count = sum([len(group["params"]) for group in optimizer.param_groups])
-        within = _current(self._context_of(current_call.get()))
+        within = _current(self._context_of(served_call()))
         self._steps.spans[id(optimizer)] = self._tracer.start_span(
             name, within, SpanKind.INTERNAL, {"weft.optimizer.parameters": count}
         )
@@ -403,8 +400,7 @@ class Spans:
 
     def __init__(self, tracer_provider: TracerProvider | None = None) -> None:
         self._tracer = Tracer(tracer_provider)
-        self._node: Node | None = None
-        self._hooks: list[Any] = []
+        self._ends: list[Callable[[], object]] = []
 
     def start(self) -> Spans:
         """Makes spans from now on, until ``stop`` or until the worker leaves its group.
@@ -416,32 +412,26 @@ class Spans:
             ObserveError: Spans are on already in this worker.
             NotInitialized: This process is no worker.
         """
-        node = current_node()
-        others: object = node.agent.slots.setdefault(_SPANS, self)
-        if self._node is not None or others is not self:
-            raise ObserveError(
-                f"spans are on already in worker {node.agent.info.name!r}: stop those first"
-            )
-        self._node = node
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._tracer.step_begins),
-            register_optimizer_step_post_hook(self._tracer.step_ends),
+        me, others = this_worker(), _SPANS.get()
+        others.append(self)
+        if self._ends or others[0] is not self:
+            others.pop()
+            raise ObserveError(f"spans are on already in worker {me.name!r}: stop those first")
+        self._tracer.me = me.id
+        self._ends = [
+            others.clear,
+            register_optimizer_step_pre_hook(self._tracer.step_begins).remove,
+            register_optimizer_step_post_hook(self._tracer.step_ends).remove,
+            on_leave(self.stop),
+            watch(self._tracer),
         ]
-        node.on_end[self] = self.stop
-        self._tracer.me = node.agent.me.id
-        node.worker.watch(self._tracer)
         return self
 
     def stop(self) -> None:
         """Makes no further spans; nothing if none are made. Thread-safe."""
-        node, self._node = self._node, None
-        if node is None:
-            return
-        node.on_end.pop(self, None)
-        node.worker.unwatch(self._tracer)
-        for hook in self._hooks:
-            hook.remove()
-        node.agent.slots.pop(_SPANS, None)
+        ends, self._ends = self._ends, []
+        for end in reversed(ends):
+            end()
 
     def __enter__(self) -> Spans:
         return self.start()
@@ -450,5 +440,5 @@ class Spans:
         self.stop()
 
 
-_SPANS: Slot[Spans] = Slot()
-"""The spans of a worker, while they are on."""
+_SPANS: PerWorker[list[Spans]] = PerWorker(list)
+"""The spans of a worker, while they are on: one at most."""

@@ -8,9 +8,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torchweft.columns import aligned
-from torchweft.engine.protocol.observing import NumberRow
 from torchweft.observe.rates import FunctionRate, PeerRate, WorkerRate
-from torchweft.observe.report import Report
+from torchweft.reports import NumberRow, Report
 
 _MOST_FUNCTIONS = 15
 _MOST_CALLS = 30

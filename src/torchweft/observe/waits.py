@@ -15,17 +15,19 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from torchweft.engine.protocol.observing import (
+from torchweft.reports import (
     CALL,
     GATHERING,
     MESSAGE,
     PASS,
     SHUTDOWN,
     VALUE,
+    Report,
+    ServedCall,
+    Thread,
     Wait,
     making_key,
 )
-from torchweft.observe.report import Report, ServedCall, Thread
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -63,7 +63,6 @@ from torchweft.errors import (
 from torchweft.ids import WorkerInfo
 from torchweft.probe import network_id
 from torchweft.rpc.node import Node, current_node
-from torchweft.rpc.observed import group_of
 from torchweft.rpc.options import (
     Meeting,
     Placement,
@@ -73,6 +72,7 @@ from torchweft.rpc.options import (
     from_tensorpipe,
     warn_of_ignored,
 )
+from torchweft.rpc.reporter import group_of
 from torchweft.version import VERSION
 
 _log = logging.getLogger("torchweft")
@@ -187,7 +187,7 @@ def join_group(
     _store_of_failure = None
     current_node().agent.lifetime.has_joined = True
     if metrics is not None:
-        url = metrics.serve(current_node()).url
+        url = metrics.serve().url
         _log.info("worker %r serves its metrics at %s", name, url)
 
 

@@ -38,9 +38,9 @@ from torchweft.errors import ShutdownError
 from torchweft.probe import clock_id
 from torchweft.rpc import serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
-from torchweft.rpc.observed import OBSERVED, Observed, write_report_on_signal
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.ports import PORTS, Ports
+from torchweft.rpc.reporter import REPORTER, Reporter, write_report_on_signal
 from torchweft.rpc.serving import key_of
 from torchweft.rpc.streams import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
@@ -313,7 +313,7 @@ class Node:
         gatherings: The barriers and gathers that it takes part in.
         leaving: Takes it out of the group.
         waits: Logs waits that take long.
-        observed: Tells observers what it does.
+        reporter: Tells observers what it does.
         clock_id: The id of its clock. Read at once: calls of other workers open no file.
         spin_limit: Makes idle threads of OpenMP sleep.
         store: The store; None once the worker has ended, or its closed group is about to.
@@ -347,7 +347,7 @@ class Node:
             warns_of_lost_gradients=options.lost_gradients == "warn",
         )
         serving.install(self.worker)
-        self.observed = Observed(self.worker, group)
+        self.reporter = Reporter(self.worker, group)
         self.clock_id = clock_id()
         self.gatherings = Gatherings(agent, self.waits)
         self.waits.add(self.worker.engine.open_waits)
@@ -362,7 +362,7 @@ class Node:
         agent.slots[WORKER] = self.worker
         agent.slots[GATHERINGS] = self.gatherings
         agent.slots[NODE] = self
-        agent.slots[OBSERVED] = self.observed
+        agent.slots[REPORTER] = self.reporter
         agent.slots[PORTS] = self.ports
         agent.slots[SOURCES] = self.sources
 
@@ -378,7 +378,7 @@ class Node:
         write_report_on_signal()
         self._interrupts.begin()
         reports.set_origin(self._origin)
-        self.agent.answer_observers(self.observed.answer)
+        self.agent.answer_observers(self.reporter.answer)
         self.agent.when_lost = self.peer_lost
         self.agent.when_disconnected = self.peer_disconnected
         self.agent.start()

@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import faulthandler
-import hashlib
-import importlib
 import linecache
 import os
 import signal
@@ -31,16 +29,19 @@ import torch
 from torch import distributed
 
 from torchweft import knobs
+from torchweft.engine.channels.channel import UNTRIED
+from torchweft.engine.channels.cuda import NO_CUDA
+from torchweft.engine.channels.rdma import NO_DEVICE
 from torchweft.engine.codec.registry import rebuilds_plain
-from torchweft.engine.io.addresses import LOOPBACK, TcpAddress, is_far, parse
+from torchweft.engine.io import addresses
 from torchweft.engine.protocol.calls import ServedCall, SimpleRequest, function_name
 from torchweft.engine.protocol.numbers import Tombstones
 from torchweft.engine.protocol.observing import NumberTable
-from torchweft.engine.protocol.registration import ENDED_LIMIT
+from torchweft.engine.protocol.registration import ENDED_LIMIT, HOST, NETWORK
 from torchweft.engine.threads.interrupts import all_stacks
 from torchweft.engine.threads.reactor import Reactor
 from torchweft.engine.threads.reports import log_exception
-from torchweft.engine.wire.frames import Buffer, Frame, encode_frame
+from torchweft.engine.wire.frames import Buffer, encode_frame
 from torchweft.engine.wire.messages import Kind, decode_call
 from torchweft.engine.worker import current as current_agent
 from torchweft.engine.worker.agent import Agent, Slot
@@ -224,7 +225,7 @@ def stacks(worker: str | int | WorkerInfo | None = None, timeout: float = 10.0) 
 def ask(worker: Worker, peer: Peer, timeout_s: float) -> WorkerStacks:
     """Returns the report of a worker; raises as ``stacks``."""
     if peer.is_self:
-        return _here(worker)
+        return stacks_of(worker)
     call = PendingCall(peer.id, peer.name, NAME, timeout_s)
     try:
         worker.agent.calls.ask_and_wait(peer, call, SimpleRequest(_request))
@@ -248,7 +249,7 @@ def ask_all(
     told: dict[str, WorkerStacks | None] = {}
     calls: list[PendingCall] = []
     for peer in peers:
-        told[peer.name] = _here(worker) if peer.is_self else None
+        told[peer.name] = stacks_of(worker) if peer.is_self else None
         call = PendingCall(peer.id, peer.name, NAME, timeout_s)
         with contextlib.suppress(CallTimeout, WorkerLost, NotInitialized):
             if not peer.is_self:
@@ -268,7 +269,8 @@ def _request(number: int) -> list[Buffer]:
 # The report
 
 
-def _here(worker: Worker) -> WorkerStacks:
+def stacks_of(worker: Worker) -> WorkerStacks:
+    """Returns what ``stacks`` tells, of this worker."""
     agent = worker.agent
     has_source = not agent.me.registration.is_strict
     threads = [ThreadStack(each.name, lines(each.frames, has_source)) for each in thread_frames()]
@@ -298,97 +300,25 @@ def served_by(worker: Worker) -> list[ServedCall]:
 
 def function_of(call: ServedCall) -> str:
     """Returns the name of the function of a served call, even if it was not decoded yet."""
-    function, frame = call.function, call.frame
-    if frame is not None:
-        function, _ = named_in(frame)
+    function, _ = request_of(call)
     if isinstance(function, bytes):
         return function.decode(errors="replace").replace(":", ".") or "a function sent by value"
     return function_name(function)
 
 
-def named_in(frame: Frame) -> tuple[bytes, bytes]:
-    """Returns the function and the span that a request names which was not decoded yet."""
+def request_of(call: ServedCall) -> tuple[bytes | Callable[..., Any], bytes]:
+    """Returns the function that a served call names, and the span that it carries, if any."""
+    if call.frame is None:
+        return call.function, b""
     try:
-        control = frame.control
+        control = call.frame.control
         head = control.head if isinstance(control, LocalMessage) else decode_call(control)
         return head[2], head[3]
     except ProtocolError:
         return b"what no worker asks for", b""
 
 
-# Observers
-
-_GROUP_DIGITS = 8
-
-
-def group_of(token: str) -> str:
-    """Returns the name of a group for people, which does not tell its token."""
-    return hashlib.sha256(b"weft group " + token.encode()).hexdigest()[:_GROUP_DIGITS]
-
-
-class Observed:
-    """Has one worker observed. Thread-safe.
-
-    Args:
-        worker: The worker.
-        group: The name of its group.
-    """
-
-    def __init__(self, worker: Worker, group: str) -> None:
-        self._worker = worker
-        self._group = group
-        self._lock = threading.RLock()
-        self._reports: tuple[Any, Any] | None = None
-        receiver = worker.agent.receiver
-        receiver.on(Kind.DUMP, self._on_dump, inline=True)
-        receiver.on(Kind.STACKS, self._on_stacks, inline=True)
-        write_stacks_on_signal()
-        if knobs.COUNTERS.get() or knobs.DUMP_AFTER_S.get():
-            self._reporting()  # It has work before anybody asks.
-
-    @property
-    def reporter(self) -> Any:
-        """The ``Reporter`` of ``torchweft.observe.reporting``, which answers observers."""
-        return self._reporting()[0]
-
-    def _reporting(self) -> tuple[Any, Any]:
-        with self._lock:
-            if self._reports is None:
-                # By its name: it is of a layer above, and imported only where it is asked for.
-                reporting = importlib.import_module("torchweft.observe.reporting")
-                self._reports = reporting.reporting_of(self._worker, self._group)
-            return self._reports
-
-    def answer(self, question: str) -> bytes:
-        """Returns the answer to a question; raises ProtocolError if there is no such question."""
-        answer: bytes = self.reporter.answer(question)
-        return answer
-
-    def dump_soon(self, reason: str, is_wanted: bool = False) -> None:
-        """Has a thread of the worker write the report to a file. Safe in a signal handler."""
-        self._worker.agent.reactor.submit(self._dump, reason, is_wanted)
-
-    def _dump(self, reason: str, is_wanted: bool) -> None:
-        self._reporting()[1].try_to_write(reason, is_wanted)
-
-    def _on_stacks(self, peer: Peer, frame: Frame) -> None:
-        # An urgent task, so that it runs at any load; not here, as sending may block.
-        self._worker.agent.reactor.submit(self._tell_stacks, peer, frame)
-
-    def _tell_stacks(self, peer: Peer, frame: Frame) -> None:
-        try:
-            told = _here(self._worker)
-        except Exception as error:
-            self._worker.reply_error(peer, frame.id, error)
-        else:
-            self._worker.reply(peer, frame.id, told, 0)
-
-    def _on_dump(self, peer: Peer, _: Frame) -> None:
-        self.dump_soon(f"worker {peer.name!r} waits for long")
-
-
-OBSERVED: Slot[Observed] = Slot()
-
+# Numbers of components
 
 Teller = Callable[[], NumberTable]
 
@@ -420,7 +350,7 @@ def tell(teller: Teller) -> Callable[[], None]:
     return end
 
 
-# The signals
+# The signal
 
 _answered: int | None = None
 
@@ -453,33 +383,6 @@ def _chosen_signal() -> int | None:
             f"environment variable {knobs.STACKS_SIGNAL.variable} is {name!r}, which is no signal; "
             f"set it like {knobs.STACKS_SIGNAL.variable}=SIGUSR2, or empty for none"
         ) from None
-
-
-def write_report_on_signal() -> None:
-    """Makes the worker of this process write what it does on ``SIGQUIT``; idempotent.
-
-    A handler that the program has set stays. A shell that starts a job in the background has it
-    ignore the signal, which does not count as a handler. Only the main thread can set one; in other
-    threads this does nothing.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
-        _former.append(signal.signal(signal.SIGQUIT, _on_signal))
-
-
-_former: list[Any] = []
-"""The effects that the signal had before."""
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    try:
-        agent = current_agent.current()
-    except NotInitialized:
-        # The process is no worker any more, so the signal has its usual effect.
-        signal.signal(number, _former[-1])
-        os.kill(os.getpid(), number)
-        return
-    agent.slots[OBSERVED].dump_soon("SIGQUIT asks for it", True)
 
 
 # The other workers: which of them live, their health, and callbacks for their loss
@@ -628,7 +531,7 @@ class Devices(NamedTuple):
     backends: tuple[str, ...] = ("gloo",)
     has_infiniband: bool = False
     has_ip_over_infiniband: bool = False
-    address: str = LOOPBACK
+    address: str = addresses.LOOPBACK
 
 
 def find_devices(device: str | None = None, sys: Path = Path("/sys")) -> Devices:
@@ -657,13 +560,71 @@ def find_devices(device: str | None = None, sys: Path = Path("/sys")) -> Devices
     )
 
 
+class Route(NamedTuple):
+    """The way from this worker to another one.
+
+    Attributes:
+        is_one_host: Whether both are on one host.
+        is_one_network: Whether both are in one network namespace, so that no network is between.
+        own_address: The IP address of this host on the way; empty if no network is between, or if
+            there is no way.
+        inline_bytes: The largest tensor that travels within its message.
+        channels: The channels of larger tensors, best first, with the size of their smallest one.
+        obstacles: Why each channel is not used; empty where it is. Channels for hardware that is
+            not here, and those that were not tried yet, are left out.
+    """
+
+    is_one_host: bool
+    is_one_network: bool
+    own_address: str
+    inline_bytes: int
+    channels: tuple[tuple[str, int], ...]
+    obstacles: tuple[tuple[str, str], ...]
+
+
+def route_to(worker: str | int | WorkerInfo) -> Route:
+    """Returns the way to another worker, as this worker knows it by now; sends nothing.
+
+    Raises:
+        NotInitialized: This process is no worker.
+        UnknownWorker: There is no such worker.
+    """
+    agent = current()
+    peer = agent.find(worker)
+    ours, theirs = agent.me.registration, peer.registration
+    is_one_host, is_one_network = (
+        ours.facts.get(fact) == theirs.facts.get(fact) for fact in (HOST, NETWORK)
+    )
+    is_near = is_one_host and is_one_network
+    return Route(
+        is_one_host,
+        is_near,
+        "" if is_near else _address_towards(theirs.addresses),
+        peer.ways.inline_limit_bytes,
+        tuple(peer.ways.sizes()),
+        tuple(
+            (name, why)
+            for name, why in peer.ways.obstacles().items()
+            if not (why == UNTRIED or NO_CUDA in why or NO_DEVICE in why)
+        ),
+    )
+
+
+def _address_towards(texts: Iterable[str]) -> str:
+    """Returns the address of this host on the way to the first of some addresses in a network."""
+    for address in map(addresses.parse, texts):
+        if isinstance(address, addresses.TcpAddress) and addresses.is_far(address):
+            return addresses.own_address_towards(address.host)
+    return ""
+
+
 def _own_address() -> str:
     if current_agent.is_set():
         for text in current().me.registration.addresses:
-            address = parse(text)
-            if isinstance(address, TcpAddress) and is_far(address):
+            address = addresses.parse(text)
+            if isinstance(address, addresses.TcpAddress) and addresses.is_far(address):
                 return address.host
-    return LOOPBACK
+    return addresses.LOOPBACK
 
 
 def _texts(sys: Path, pattern: str, wanted: str) -> Iterator[Path]:

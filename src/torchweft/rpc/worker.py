@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from torchweft import knobs
-from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import Contexts, set_current_id
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.local_pass import LocalPass
@@ -41,7 +40,7 @@ from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Attached, Mark, ServedStreams, arguments_of
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.threads.thread_modes import THREADS, Modes, take_away, tidy
-from torchweft.engine.wire.frames import Buffer, Frame, encode_frame
+from torchweft.engine.wire.frames import Frame, encode_frame
 from torchweft.engine.wire.messages import (
     ERROR_REPLY,
     NO_CONTEXTS,
@@ -115,9 +114,18 @@ class Watcher:
         """Runs ``work``, a step of this worker's part of a pass, and returns its result."""
         return work()
 
-    def messages_before(self, peer: Peer, name: PassName) -> list[Buffer]:
-        """Returns the bytes of messages that stand before the next one of a pass to a worker."""
-        return []
+    def span_before(self, worker: int, pass_id: int, context_id: int) -> bytes:
+        """Returns the context of the span of a pass, to be sent before its next message.
+
+        Args:
+            worker: The life of the worker that gets the message.
+            pass_id: The number of the pass.
+            context_id: Its autograd context.
+
+        Returns:
+            The context, at most ``MAX_SPAN_BYTES``; empty for none, or if the worker has it.
+        """
+        return b""
 
     def take_span(self, key: tuple[int, int], context: bytes) -> None:
         """Takes the numbers of a pass and its context, and its span, from another worker."""

@@ -27,7 +27,7 @@ def counted() -> dict[str, int]:
     from torchweft.rpc.node import current_node
 
     counts: Counter[str] = Counter()
-    for each in current_node().observed.reporter.counting.counts():
+    for each in current_node().reporter.counting.counts():
         if not each.function.startswith((_SERVICE, f"{__name__}.")):
             counts[f"{each.direction} {each.function}"] += each.calls
     return dict(counts)

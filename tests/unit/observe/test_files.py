@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import said_by
-from tests.unit.observe.reports import calling, member, report, thread
+from tests.reports import calling, member, report, thread
 from torchweft.errors import GroupNotFound
 from torchweft.observe.group import read_folder
-from torchweft.observe.report import Report, encode
+from torchweft.reports import Report, encode
 
 PAIR = (member("a"), member("b", 1))
 

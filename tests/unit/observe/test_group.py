@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.observe.reports import member, report
-from torchweft.engine.io.addresses import UnixAddress
-from torchweft.engine.io.handshake import NotProven
+from tests.reports import member, report
 from torchweft.errors import GroupNotFound, ObserveError, ObserverRefused
 from torchweft.observe import group
 from torchweft.observe.group import Group, find
-from torchweft.observe.report import Identity, encode
 from torchweft.observe.session import Access
+from torchweft.reports import Identity, encode
 from torchweft.secret import Secret
 
 OPEN = Access()
@@ -27,17 +25,14 @@ def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, Identity | Exception]:
     """The answers of the workers of this host, by address."""
     answers: dict[str, Identity | Exception] = {}
 
-    def ask(address: str, question: str, access: Access, timeout_s: float) -> bytes:
+    def ask(address: str, question: str, *_: object) -> bytes:
         answer = answers[address]
         if isinstance(answer, Exception):
             raise answer
         return encode(answer)
 
-    def listeners() -> list[UnixAddress]:
-        return [UnixAddress(text.removeprefix("unix:@")) for text in answers]
-
     monkeypatch.setattr(group, "ask", ask)
-    monkeypatch.setattr(group.addresses, "unix_listeners", listeners)
+    monkeypatch.setattr(group, "listeners_here", lambda: list(answers))
     monkeypatch.setattr(group, "process_at", lambda address: None)
     return answers
 
@@ -45,7 +40,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, Identity | Exception]:
 def test_the_only_group_need_not_be_named(host: dict[str, object]) -> None:
     host["unix:@1"] = identity("a", "cafe01", 11)
     host["unix:@2"] = identity("b", "cafe01", 12)
-    host["unix:@3"] = NotProven("of another user")
+    host["unix:@3"] = ObserverRefused("of another user")
     for target in ("", "cafe01", "ca", "11", "b"):
         assert find(target, OPEN).name == "cafe01"
 
@@ -77,7 +72,7 @@ def test_a_worker_that_does_not_answer_names_its_group(
 
 def test_workers_with_another_secret_are_named_beside_other_groups(host: dict[str, object]) -> None:
     host["unix:@1"] = identity("a", "cafe01", 11)
-    host["unix:@2"] = NotProven("no")
+    host["unix:@2"] = ObserverRefused("no")
     with pytest.raises(GroupNotFound, match="that refuse this observer: 1; set WEFT_SECRET"):
         find("12", OPEN)
 
@@ -88,7 +83,7 @@ def test_a_host_without_a_group_says_what_to_do(host: dict[str, object]) -> None
 
 
 def test_workers_with_another_secret_are_told_from_none(host: dict[str, object]) -> None:
-    host["unix:@1"] = NotProven("no")
+    host["unix:@1"] = ObserverRefused("no")
     with pytest.raises(ObserverRefused, match="the workers here have a secret, and this"):
         find("", OPEN)
     with pytest.raises(ObserverRefused, match="do not take the secret of this observer"):

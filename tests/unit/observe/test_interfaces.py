@@ -7,16 +7,10 @@ from pathlib import Path
 import pytest
 
 from torchweft.engine.io import addresses
-from torchweft.observe.examining import NetworkLink, link_towards
+from torchweft.observe.examining import interface_of, speed_of
+from torchweft.rpc.observed import _address_towards
 
 
-@pytest.fixture
-def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The route to each host begins at loopback, which every host has."""
-    monkeypatch.setattr(addresses, "own_address_towards", lambda host: "127.0.0.1")
-
-
-@pytest.mark.usefixtures("on_loopback")
 @pytest.mark.parametrize(
     ("text", "speed"), [("10000\n", 1.25e9), ("-1\n", 0.0), ("", 0.0), (None, 0.0)]
 )
@@ -25,12 +19,16 @@ def test_the_speed_of_an_interface(text: str | None, speed: float, tmp_path: Pat
     folder.mkdir(parents=True)
     if text is not None:
         (folder / "speed").write_text(text)
-    found = link_towards(["unix:@x", "tcp:127.0.0.1:5", "tcp:198.51.100.7:6"], tmp_path)
-    assert found == NetworkLink("lo", speed)
+    assert speed_of("lo", tmp_path) == speed
 
 
-def test_an_interface_that_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert link_towards(["tcp:127.0.0.1:5"], tmp_path) == NetworkLink()
-    for own in ("", "198.51.100.7", "2001:db8::7"):
-        monkeypatch.setattr(addresses, "own_address_towards", lambda host, own=own: own)
-        assert link_towards(["tcp:198.51.100.8:5"], tmp_path) == NetworkLink()
+def test_an_interface_is_known_by_its_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert [interface_of(each) for each in ("", "198.51.100.7", "2001:db8::7")] == ["", "", ""]
+
+
+def test_the_address_on_the_way_is_that_towards_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "own_address_towards", lambda host: f"towards {host}")
+    found = _address_towards(["unix:@x", "tcp:127.0.0.1:5", "tcp:198.51.100.7:6"])
+    assert found == "towards 198.51.100.7"
+    assert _address_towards(["tcp:127.0.0.1:5"]) == ""

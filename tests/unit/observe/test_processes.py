@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 
-from torchweft.engine.io.handshake import NotProven
+from torchweft.errors import ObserverRefused
 from torchweft.observe.session import why_silent
 
 
@@ -13,5 +13,5 @@ def test_a_process_that_is_busy_and_one_that_is_unknown() -> None:
 
 
 def test_other_failures_are_told() -> None:
-    assert why_silent(NotProven("no"), 1, 2.0) == "has another secret than this observer"
+    assert why_silent(ObserverRefused("no"), 1, 2.0) == "has another secret than this observer"
     assert why_silent(ConnectionRefusedError("gone"), 1, 2.0) == "cannot be asked: gone"

@@ -15,13 +15,13 @@ pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.observe.reports import member, report
+from tests.reports import member, report
 from torchweft.errors import ConfigurationError
 from torchweft.observe import prometheus
 from torchweft.observe.measures import Metric, measures_of
 from torchweft.observe.metrics import Server
 from torchweft.observe.prometheus import family_of
-from torchweft.observe.report import FunctionCounts, bucket_of
+from torchweft.reports import FunctionCounts, bucket_of
 from torchweft.scraping import Address
 
 LIMIT_S = 20.0

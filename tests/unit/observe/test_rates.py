@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.observe.reports import calling, gathering, report, thread
+from tests.reports import calling, gathering, report, thread
 from torchweft.observe.rates import Blocked, PeerRate, blocked, functions, peers, rate
-from torchweft.observe.report import FunctionCounts, Traffic
+from torchweft.reports import FunctionCounts, Traffic
 
 ONE_MS = "-80"  # 2 ** (-79.5 / 8) s is 1.02 ms
 ONE_S = "0"

@@ -15,13 +15,13 @@ pytest.importorskip("textual")
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static, TabbedContent
 
-from tests.unit.observe.reports import made, report, thread
+from tests.reports import made, report, thread
 from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.observe import text
 from torchweft.observe.group import Answers
 from torchweft.observe.looking import Look, look_at
-from torchweft.observe.report import FunctionCounts, Traffic
 from torchweft.observe.screen import Opened, Overview, TopApp, Waits, fill
+from torchweft.reports import FunctionCounts, Traffic
 
 WORKERS = 24
 LIMIT_S = 50.0

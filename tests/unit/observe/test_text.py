@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from tests.unit.observe.reports import calling, made, report, served, thread
+from tests.reports import calling, made, report, served, thread
 from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.observe import text
 from torchweft.observe.rates import functions, peers, rate
-from torchweft.observe.report import Event, FunctionCounts, HeldReference, Traffic
+from torchweft.reports import Event, FunctionCounts, HeldReference, Traffic
 
 
 def test_a_table_has_text_at_the_left_and_numbers_at_the_right() -> None:

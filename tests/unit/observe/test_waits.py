@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.observe.reports import (
+from tests.reports import (
     LONG_S,
     calling,
     gathering,
@@ -13,8 +13,8 @@ from tests.unit.observe.reports import (
     thread,
 )
 from torchweft.engine.protocol.observing import PASS, SHUTDOWN, VALUE, Wait, making_key
-from torchweft.observe.report import Report
 from torchweft.observe.waits import WaitGraph, as_json, explain
+from torchweft.reports import Report
 
 SILENT = {"b": "does not answer"}
 

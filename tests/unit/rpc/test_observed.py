@@ -14,9 +14,9 @@ from torchweft.rpc import observed
 from torchweft.rpc.observed import (
     inwards,
     lines,
-    write_report_on_signal,
     write_stacks_on_signal,
 )
+from torchweft.rpc.reporter import write_report_on_signal
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from torchweft import knobs
 from torchweft.engine.protocol.sessions import Outgoing, Unsent
 from torchweft.engine.wire.frames import Frame
-from torchweft.engine.wire.messages import NO_CREATION
+from torchweft.engine.wire.messages import NO_CREATION, NO_GRAD
 from torchweft.errors import (
     CallCancelled,
     CallTimeout,
@@ -180,6 +180,12 @@ class AnsweredCall(ServedCall, ABC):
     context_id: int
     owned: Any
     notes: dict[Any, Any]
+
+    @property
+    def own_context_id(self) -> int:
+        """The autograd context that the request names; 0 if none, or if it is not decoded yet."""
+        context_id = getattr(self, "context_id", 0)
+        return 0 if context_id == NO_GRAD else context_id
 
     @abstractmethod
     def create(self, creation: int) -> Any:

@@ -37,7 +37,7 @@ from torchweft.engine.threads.reactor import Parts, Reactor
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.threads.timers import Timers
 from torchweft.engine.wire.frames import Frame
-from torchweft.engine.wire.messages import Kind, decode_ints
+from torchweft.engine.wire.messages import ERROR_REPLY, Kind, decode_ints
 from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.receiving import Receiver
 from torchweft.engine.worker.sending import Sender
@@ -87,6 +87,11 @@ class PendingCall(OpenCall):
     def is_done(self) -> bool:
         """Whether the call was completed, with an answer or an error."""
         return not self._done.locked()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it was completed without an answer, or with that of an error."""
+        return self.frame is None or self.frame.flags & ERROR_REPLY != 0
 
     @property
     def elapsed_s(self) -> float:

@@ -21,7 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
-from torchweft.engine.protocol.observing import Lead
+from torchweft.extending import Lead
 from torchweft.observe.tracing.reading import FORMAT, RECEIVE, RUN, SEND
 from torchweft.observe.tracing.slices import Slice
 

@@ -17,6 +17,7 @@ import threading
 import time
 from _thread import get_ident
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,21 +28,25 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchweft.engine.codec.registry import remotely_callable
-from torchweft.engine.io.link import Link
-from torchweft.engine.protocol.registration import HOST
-from torchweft.engine.threads.reports import log_exception
-from torchweft.engine.worker.agent import Agent, Slot
-from torchweft.engine.worker.calls import current_call
-from torchweft.engine.worker.current import current
-from torchweft.engine.worker.peers import Peer
-from torchweft.errors import ConfigurationError, ObserveError
-from torchweft.observe.tracing.notes import LinkNotes, Names, Rows, TracingWatcher
+from torchweft.errors import ConfigurationError, ObserveError, WorkerLost
+from torchweft.extending import (
+    CalledNames,
+    PerWorker,
+    caller,
+    check_types,
+    log_exception,
+    on_leave,
+    remotely_callable,
+    served_call,
+    this_worker,
+    watch,
+    worker_of,
+)
+from torchweft.observe.tracing.notes import Rows, TracingWatcher
 from torchweft.observe.tracing.reading import STEP
 from torchweft.observe.tracing.slices import Slice, Slicer, set_apart
-from torchweft.rpc.node import current_node
-from torchweft.rpc.serving import check_types
-from torchweft.rpc.worker import Worker
+from torchweft.probe import clock_id
+from torchweft.rpc import on_worker_lost
 
 PROFILED = "torch.profiler"
 """Category of what it has recorded."""
@@ -141,216 +146,171 @@ class Tracks:
 
 
 class Recording:
-    """What one worker notes for one trace.
+    """What one worker notes for one trace, from now on.
 
     Args:
-        trace: The number of the trace.
-        leader: The id of the worker that leads it.
-        limit: How many rows are kept.
+        trace: The number of the trace, which its leader has chosen.
+        leader: The life of the worker that leads it.
+        limit: How many rows are kept; the oldest are dropped for new ones.
         profiles: Whether ``torch.profiler`` runs meanwhile.
+
+    Attributes:
+        id: The first two arguments.
+        about: What is said of the recording, once it has been read.
+        slices: What it has, once it has been read.
     """
 
     def __init__(self, trace: int, leader: int, limit: int, *, profiles: bool) -> None:
         self.id = (trace, leader)
-        self.leader = leader
-        self.rows = Rows(limit)
-        self.own_calls: list[tuple[int, int]] = []
-        self.links: list[Link] = []
-        self.is_on = True
         self.about: dict[str, Any] = {}
-        """What is said of the recording, once it has been read."""
         self.slices: deque[Slice] = deque()
-        self.profile = Profile() if profiles else None
+        self._rows = Rows(limit)
+        self._own_calls: list[tuple[int, int]] = []
+        self._profile = Profile() if profiles else None
+        watcher = TracingWatcher(self._rows, CalledNames())
+        self._ends = [*_note_steps(watcher), watch(watcher)]
+
+    def leave_out(self, call: Any) -> None:
+        """Leaves a served call, or None, out of the recording: it is one of the trace itself."""
+        if call is not None:
+            self._own_calls.append((call.peer.id, call.number))
+
+    def stop(self) -> None:
+        """Notes nothing any more; may be called several times."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            end()
+        if ends and self._profile is not None:
+            self._profile.end()
+
+    def read(self) -> None:
+        """Makes the slices; nothing if they were made before."""
+        if self.about:
+            return
+        me, tracks = this_worker(), Tracks()
+        rows, ends, dropped = self._rows.end()
+        for each in Slicer(rows, ends, me.id, _name_of, self._own_calls).slices():
+            self.slices.append(each._replace(track=tracks.of_thread(each.track)))
+        if self._profile is not None:
+            self.slices.extend(set_apart(self._profile.slices(tracks)))
+        self.about = {
+            "name": me.name,
+            "rank": me.info.id,
+            "pid": os.getpid(),
+            "host": me.host,
+            "tracks": tracks.names,
+            "records": len(rows),
+            "dropped": dropped,
+        }
+
+
+def _name_of(life: int) -> str:
+    try:
+        return worker_of(life).name
+    except KeyError:
+        return f"worker {life}"
 
 
 class Recorder:
-    """Records what one worker does while it is traced. Thread-safe.
+    """Records what one worker does while it is traced. Thread-safe."""
 
-    Args:
-        worker: The worker.
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._agent = worker.agent
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._recording: Recording | None = None
-        self._watcher: TracingWatcher | None = None
-        self._hooks: list[Any] = []
+        self._forget_loss: Callable[[], None] = lambda: None
+        on_leave(self._give_up)
 
     @property
     def is_on(self) -> bool:
-        """Whether this worker is traced now."""
-        return self._recording is not None and self._recording.is_on
+        """Whether this worker records, or has records that nobody has taken yet."""
+        return self._recording is not None
 
-    def begin(self, trace: int, leader: int, limit: int, *, profiles: bool) -> None:
-        """Begins to note.
+    def begin(
+        self, trace: int, leader: int, limit: int, *, profiles: bool, call: object = None
+    ) -> None:
+        """Begins to note; gives up if the leader is lost.
 
         Args:
-            trace: The number of the trace, which its leader has chosen.
-            leader: The id of the worker that leads the trace; noting ends if it is lost.
-            limit: How many rows are kept; the oldest are dropped for new ones.
+            trace: The number of the trace.
+            leader: The life of the worker that leads it.
+            limit: How many rows are kept.
             profiles: Whether ``torch.profiler`` runs meanwhile.
+            call: The call by which the leader asks, if it has asked by one.
 
         Raises:
             ObserveError: The worker is traced already.
         """
         with self._lock:
             if self._recording is not None:
-                name = self._agent.peers[self._recording.leader].name
+                name = _name_of(self._recording.id[1])
                 raise ObserveError(
-                    f"worker {self._agent.info.name!r} is traced already, by worker {name!r}; "
+                    f"worker {this_worker().name!r} is traced already, by worker {name!r}; "
                     "let that trace end first"
                 )
-            recording = Recording(trace, leader, limit, profiles=profiles)
-            self._recording = recording
-            self._note_own_call(recording)
-            self._switch_on(recording)
-            self._agent.on_lost(self._peer_lost)
+            self._recording = Recording(trace, leader, limit, profiles=profiles)
+            self._recording.leave_out(call)
+        self._forget_loss = on_worker_lost(self._worker_lost)
 
-    def _note_own_call(self, recording: Recording) -> None:
-        served = current_call.get()
-        if served is not None:
-            recording.own_calls.append((served.peer.id, served.number))
-
-    def _peer_lost(self, peer: Peer) -> None:
+    def _worker_lost(self, _: WorkerLost) -> None:
         recording = self._recording
-        if recording is not None and recording.leader == peer.id:
+        if recording is not None and worker_of(recording.id[1]).lost is not None:
             self.forget(*recording.id)
 
-    def _switch_on(self, recording: Recording) -> None:
-        agent, worker = self._agent, self._worker
-        self._watcher = watcher = TracingWatcher(recording.rows, Names())
-        worker.watch(watcher)
-        worker.tensor_messages.on_fetched = watcher.fetched
-        worker.tensor_messages.on_offered = watcher.offered
-        worker.tensor_messages.on_pulled = watcher.pulled
-        self._hooks = _note_steps(watcher)
-        agent.links.on_made = self._trace_link
-        for peer in list(agent.peers.values()):
-            if peer.link is not None:
-                self._trace_link(peer.link, peer)
-
-    def _trace_link(self, link: Link, peer: Peer) -> None:
-        recording = self._recording
-        if recording is not None and link.watcher is None:
-            self._agent.receiver.watched.add(link)
-            link.watcher = LinkNotes(recording.rows, peer.id)
-            recording.links.append(link)
-
-    def _switch_off(self, recording: Recording) -> None:
-        if not recording.is_on:
-            return
-        recording.is_on = False
-        agent, worker = self._agent, self._worker
-        agent.links.on_made = None
-        for link in list(recording.links):
-            link.watcher = None
-            agent.receiver.watched.discard(link)
-        worker.tensor_messages.on_pulled = None
-        worker.tensor_messages.on_offered = None
-        worker.tensor_messages.on_fetched = None
-        for hook in self._hooks:
-            hook.remove()
-        if self._watcher is not None:
-            worker.unwatch(self._watcher)
-        if recording.profile is not None:
-            recording.profile.end()
-
-    def end(self, trace: int, leader: int) -> None:
-        """Stops noting.
-
-        Args:
-            trace: The number of the trace.
-            leader: The worker that says so.
+    def end(self, trace: int, leader: int, call: object = None) -> None:
+        """Stops noting; takes ``begin``'s arguments.
 
         Raises:
             ObserveError: The worker does not record that trace.
         """
         with self._lock:
             recording = self._checked(trace, leader)
-            self._note_own_call(recording)
-            self._switch_off(recording)
+            recording.leave_out(call)
+            recording.stop()
 
-    def take(self, trace: int, leader: int, count: int) -> tuple[dict[str, Any], list[Any]]:
-        """Takes slices out of a recording that has ended, ``count`` at most.
-
-        When there is none left, the recording is over.
+    def take(self, trace: int, leader: int) -> tuple[dict[str, Any], list[Any]]:
+        """Takes slices out of a recording, ``BATCH`` at most. With none left, it is over.
 
         Returns:
             Plain values about the recording, and the fields of the slices.
         """
         with self._lock:
             recording = self._checked(trace, leader)
-            self._switch_off(recording)
-            recording.about = recording.about or self._read(recording)
+            recording.stop()
+            recording.read()
             slices = recording.slices
             if not slices:
-                self._drop()
-            taken = [tuple(slices.popleft()) for _ in range(min(count, len(slices)))]
+                self._give_up()
+            taken = [tuple(slices.popleft()) for _ in range(min(BATCH, len(slices)))]
             return recording.about, taken
-
-    def _read(self, recording: Recording) -> dict[str, Any]:
-        """Makes the slices of a recording; returns what is said of it."""
-        me, tracks = self._agent.me, Tracks()
-        names = {peer.id: peer.name for peer in list(self._agent.peers.values())}
-        rows, ends, dropped = recording.rows.end()
-        for each in Slicer(rows, ends, me.id, names, recording.own_calls).slices():
-            recording.slices.append(each._replace(track=tracks.of_thread(each.track)))
-        if recording.profile is not None:
-            recording.slices.extend(set_apart(recording.profile.slices(tracks)))
-        return {
-            "name": me.name,
-            "rank": me.info.id,
-            "pid": os.getpid(),
-            "host": str(me.registration.facts.get(HOST, "")),
-            "tracks": tracks.names,
-            "records": len(rows),
-            "dropped": dropped,
-        }
 
     def forget(self, trace: int, leader: int) -> None:
         """Ends a trace without its slices; nothing if the worker records none of that leader."""
         with self._lock:
-            recording = self._recording
-            if recording is None or recording.id != (trace, leader):
-                return
-            self._switch_off(recording)
-            self._drop()
+            if self._recording is not None and self._recording.id == (trace, leader):
+                self._give_up()
 
-    def _drop(self) -> None:
-        self._recording = None
-        self._agent.off_lost(self._peer_lost)
-
-    def close(self) -> None:
-        """Ends the trace under way, if any: the worker leaves its group."""
-        recording = self._recording
-        if recording is not None:
-            self.forget(*recording.id)
+    def _give_up(self) -> None:
+        with self._lock:
+            recording, self._recording = self._recording, None
+            if recording is not None:
+                recording.stop()
+                self._forget_loss()
 
     def _checked(self, trace: int, leader: int) -> Recording:
         recording = self._recording
         if recording is None or recording.id != (trace, leader):
-            name = self._agent.info.name
             raise ObserveError(
-                f"worker {name!r} does not record this trace: it joined after the begin, the trace "
-                "was given up, or another worker leads it"
+                f"worker {this_worker().name!r} does not record this trace: it joined after the "
+                "begin, the trace was given up, or another worker leads it"
             )
         return recording
 
 
-def _of_this_worker() -> Recorder:
-    node = current_node()
-    recorder = Recorder(node.worker)
-    node.on_end[RECORDER] = recorder.close
-    return recorder
+RECORDER = PerWorker(Recorder)
 
 
-RECORDER: Slot[Recorder] = Slot(_of_this_worker)
-
-
-def _note_steps(watcher: TracingWatcher) -> list[Any]:
-    """Notes the steps of all optimizers of the process; returns the handles of the hooks."""
+def _note_steps(watcher: TracingWatcher) -> list[Callable[[], None]]:
+    """Notes the steps of all optimizers of the process; returns what ends that."""
     began: dict[int, float] = {}
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -362,19 +322,21 @@ def _note_steps(watcher: TracingWatcher) -> list[Any]:
         count = sum([len(group["params"]) for group in optimizer.param_groups])
         watcher.ran(began_s, now_s, STEP, name, 0, (("parameters", count),))
 
-    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    return [hook.remove for hook in hooks]
 
 
 MOST_ROWS = 5_000_000
 """Records that a worker keeps at most, about 350 bytes each."""
 BATCH = 20_000
 """Slices in one answer."""
+_CLOCK_ID = clock_id()  # Read at once: calls of other workers open no file.
 
 
 @remotely_callable
 def read_clock() -> tuple[str, float]:
     """Returns the id of this worker's clock, and its time."""
-    return current_node().clock_id, time.monotonic()
+    return _CLOCK_ID, time.monotonic()
 
 
 @remotely_callable
@@ -383,41 +345,26 @@ def begin(trace: int, limit: int, profiles: bool) -> None:
     check_types(trace=(trace, int), limit=(limit, int), profiles=(profiles, bool))
     if not 0 < limit <= MOST_ROWS:
         raise ConfigurationError(f"limit is {limit}; a worker keeps 1 to {MOST_ROWS} records")
-    agent = current()
-    agent.slots[RECORDER].begin(trace, _caller(agent), limit, profiles=profiles)
-
-
-def _caller(agent: Agent) -> int:
-    served = current_call.get()
-    # The leader calls them directly for its own worker, perhaps within a call that it serves.
-    is_asked = served is not None and served.function in _NAMES
-    return int(served.peer.id) if served is not None and is_asked else agent.me.id
+    call = served_call()
+    RECORDER.get().begin(trace, caller().id, limit, profiles=profiles, call=call)
 
 
 @remotely_callable
 def end(trace: int) -> None:
     """Has this worker stop recording."""
     check_types(trace=(trace, int))
-    agent = current()
-    agent.slots[RECORDER].end(trace, _caller(agent))
+    RECORDER.get().end(trace, caller().id, served_call())
 
 
 @remotely_callable
 def take(trace: int) -> tuple[dict[str, Any], list[Any]]:
     """Returns what is said of a recording, and its next slices; none if it has no more."""
     check_types(trace=(trace, int))
-    agent = current()
-    return agent.slots[RECORDER].take(trace, _caller(agent), BATCH)
+    return RECORDER.get().take(trace, caller().id)
 
 
 @remotely_callable
 def forget(trace: int) -> None:
     """Has this worker stop recording, and drop the recording."""
     check_types(trace=(trace, int))
-    agent = current()
-    agent.slots[RECORDER].forget(trace, _caller(agent))
-
-
-_ASKED = (begin, end, take, forget)
-_NAMES = frozenset({*_ASKED, *(f"{__name__}:{each.__name__}".encode() for each in _ASKED)})
-"""What a call of another worker may have called."""
+    RECORDER.get().forget(trace, caller().id)

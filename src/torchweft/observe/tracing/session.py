@@ -10,18 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from torchweft.arguments import wrong_type
-from torchweft.engine.protocol.observing import Lead, Reading, lead_of
-from torchweft.engine.worker.current import current
-from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ArgumentTypeError, ConfigurationError, ObserveError, WorkerLost
+from torchweft.extending import (
+    Lead,
+    Member,
+    Reading,
+    ignore_errors,
+    lead_of,
+    present_workers,
+    this_worker,
+)
 from torchweft.files import replacing
 from torchweft.observe.tracing import chrome, recorder
 from torchweft.observe.tracing.chrome import SAME, Alignment, Traced
 from torchweft.observe.tracing.reading import Graph, graph_of, load
+from torchweft.observe.tracing.recorder import RECORDER
 from torchweft.observe.tracing.slices import Slice
 from torchweft.probe import clock_id
 from torchweft.rpc import rpc_async, rpc_sync
-from torchweft.rpc.calls import ignore_errors
 
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "path": (str, os.PathLike),
@@ -98,7 +104,7 @@ class Trace:
         self._limit = limit
         self._timeout_s = float(timeout)
         self._id = secrets.randbits(62)
-        self._traced: list[Peer] = []
+        self._traced: list[Member] = []
         self._leads: dict[int, Lead | None] = {}
         self._has_ended = False
         self._began_s = 0.0
@@ -106,8 +112,8 @@ class Trace:
     # The block
 
     def __enter__(self) -> Trace:
-        agent = current()
-        others = [peer for peer in agent.members.present() if not peer.is_self]
+        me = this_worker()
+        others = [peer for peer in present_workers() if not peer.is_self]
         clocks = self._ask(others, recorder.read_clock)
         for peer in others:
             if peer.id in clocks:
@@ -119,7 +125,7 @@ class Trace:
         arguments = (self._id, self._limit, self._profiles)
         try:
             begun: dict[int, Any] = {}
-            rest = sorted([*reached, agent.me], key=lambda peer: peer.id)
+            rest = sorted([*reached, me], key=lambda peer: peer.id)
             while rest and not begun:  # Of traces that begin at once, one gets the first worker.
                 begun = self._begin([rest.pop(0)], arguments)
             begun |= self._begin(rest, arguments)
@@ -127,15 +133,16 @@ class Trace:
         except BaseException:
             self._give_up(reached)
             raise
-        self._traced.append(agent.me)
+        self._traced.append(me)
         self._began_s = time.monotonic()
         return self
 
-    def _begin(self, peers: Iterable[Peer], arguments: tuple[Any, ...]) -> dict[int, Any]:
+    def _begin(self, peers: Iterable[Member], arguments: tuple[Any, ...]) -> dict[int, Any]:
         """Has workers begin to note; returns those that do, by id."""
         begun = self._ask([peer for peer in peers if not peer.is_self], recorder.begin, arguments)
         for me in [peer for peer in peers if peer.is_self]:
-            begun[me.id] = recorder.begin(*arguments)
+            RECORDER.get().begin(self._id, me.id, self._limit, profiles=self._profiles)
+            begun[me.id] = None
         return begun
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -148,10 +155,10 @@ class Trace:
             # The block's own error says more.
 
     def _finish(self) -> None:
-        agent = current()
+        me = this_worker()
         others = [peer for peer in self._traced if not peer.is_self]
-        recorder.end(self._id)
-        ended = {agent.me.id} | self._ask(others, recorder.end, (self._id,)).keys()
+        RECORDER.get().end(self._id, me.id)
+        ended = {me.id} | self._ask(others, recorder.end, (self._id,)).keys()
         traced: list[Traced] = []
         for peer in self._traced:
             if peer.id in ended:
@@ -160,7 +167,7 @@ class Trace:
                     traced.append(Traced(about, slices, self._alignment(peer)))
                 except (WorkerLost, TimeoutError, ConnectionError) as error:
                     self.missing[peer.name] = _reason(error)
-        for peer in agent.members.present():
+        for peer in present_workers():
             if peer not in self._traced and peer.name not in self.missing:
                 self.missing[peer.name] = "it joined after the begin of the trace"
         traced.sort(key=lambda each: int(each.about["rank"]))
@@ -173,18 +180,16 @@ class Trace:
         self._write(traced)
         self._has_ended = True
 
-    def _give_up(self, peers: Iterable[Peer]) -> None:
+    def _give_up(self, peers: Iterable[Member]) -> None:
         """Has all workers stop, and drop what they have recorded; waits for none."""
         for peer in peers:
-            if peer.is_self:
-                recorder.forget(self._id)
-            elif peer.lost is None:
+            if not peer.is_self and peer.lost is None:
                 told = rpc_async(peer.info, recorder.forget, (self._id,), timeout=self._timeout_s)
                 ignore_errors(told)
-        recorder.forget(self._id)
+        RECORDER.get().forget(self._id, this_worker().id)
 
     def _ask(
-        self, peers: Iterable[Peer], function: Callable[..., Any], args: tuple[Any, ...] = ()
+        self, peers: Iterable[Member], function: Callable[..., Any], args: tuple[Any, ...] = ()
     ) -> dict[int, Any]:
         """Calls a function on several workers; returns the results of those that answer.
 
@@ -209,12 +214,12 @@ class Trace:
             raise refusals[0]
         return results
 
-    def _take(self, peer: Peer) -> tuple[dict[str, Any], list[Slice]]:
+    def _take(self, peer: Member) -> tuple[dict[str, Any], list[Slice]]:
         """Takes what a worker has recorded; returns what is said of it, and the slices."""
         slices: list[Slice] = []
         while True:
             if peer.is_self:
-                about, some = recorder.take(self._id)
+                about, some = RECORDER.get().take(self._id, peer.id)
             else:
                 args = (self._id,)
                 about, some = rpc_sync(peer.info, recorder.take, args, timeout=self._timeout_s)
@@ -224,11 +229,11 @@ class Trace:
 
     # Clocks
 
-    def _lead(self, peer: Peer, clock: str) -> Lead | None:
+    def _lead(self, peer: Member, clock: str) -> Lead | None:
         """Measures by how much a clock is ahead; None if this worker reads the same clock."""
         return None if clock and clock == clock_id() else self._measure(peer)
 
-    def _measure(self, peer: Peer) -> Lead:
+    def _measure(self, peer: Member) -> Lead:
         readings = []
         for _ in range(_READINGS):
             sent_s = time.monotonic()
@@ -236,7 +241,7 @@ class Trace:
             readings.append(Reading(sent_s, read_s, time.monotonic()))
         return lead_of(readings)
 
-    def _alignment(self, peer: Peer) -> Alignment:
+    def _alignment(self, peer: Member) -> Alignment:
         first = self._leads.get(peer.id)
         return SAME if first is None else Alignment(first, self._measure(peer))
 
@@ -244,7 +249,7 @@ class Trace:
 
     def _write(self, traced: Sequence[Traced]) -> None:
         about = {
-            "leader": current().info.name,
+            "leader": this_worker().name,
             "clock_error_us": round(self.clock_error_s * 1e6, 3),
             "missing": self.missing,
             "workers": [

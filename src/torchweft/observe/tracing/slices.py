@@ -10,11 +10,10 @@ other messages of one kind and number between two workers have one name, and kee
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchweft.engine.wire.frames import HEADER, HEADER_BYTES
-from torchweft.engine.wire.messages import Kind
+from torchweft.extending import Message, message_in
 from torchweft.observe.tracing.notes import (
     CREATED,
     MADE,
@@ -24,10 +23,7 @@ from torchweft.observe.tracing.notes import (
     RECEIVED,
     SENT,
     SERVED,
-    Ids,
     Row,
-    context_of,
-    ids_in,
 )
 from torchweft.observe.tracing.reading import FETCH, RECEIVE, RUN, SEND
 
@@ -75,7 +71,7 @@ class Slicer:
         rows: The rows.
         ends: The times at which messages and answers of rows were written.
         me: The id of the worker.
-        names: The names of the workers by id.
+        name_of: Returns the name of a worker by the number of its life.
         own_calls: Callers and numbers of calls of the trace itself, which are left out.
     """
 
@@ -84,12 +80,12 @@ class Slicer:
         rows: Iterable[Row],
         ends: Mapping[int, float],
         me: int,
-        names: Mapping[int, str],
+        name_of: Callable[[int], str],
         own_calls: Iterable[tuple[int, int]],
     ) -> None:
         self._ends = ends
         self._me = me
-        self._names = names
+        self._name = name_of
         self._rows: dict[int, list[Row]] = defaultdict(list)
         self._functions: dict[str, str] = {}
         self._contexts: dict[str, int] = {}
@@ -113,7 +109,7 @@ class Slicer:
             key, function = _key(self._me, fields[2], 0, fields[3]), fields[4]
         elif tag == SERVED:
             key, function = _key(fields[5], self._me, *fields[6:8]), fields[8]
-            self._contexts[key] = context_of(fields[9])
+            self._contexts[key] = fields[9]
             self._begun.setdefault(key, fields[0])
         else:
             return
@@ -127,24 +123,22 @@ class Slicer:
         offered: dict[Any, deque[Any]] = defaultdict(deque)
         for _, *which, channels in self._rows[OFFERED]:
             offered[tuple(which)].append(channels)
-        for row, began_s, thread, peer, size_bytes, head in self._rows[SENT]:
-            kind, flags, count, control_bytes, number = HEADER.unpack_from(head)
-            ids = ids_in(kind, flags, bytes(head[HEADER_BYTES:]), control_bytes)
-            behind = size_bytes - HEADER_BYTES - 8 * count - control_bytes
-            inside = {"inline": ids.inline_bytes, "stream": behind}
+        for row, began_s, thread, peer, *note in self._rows[SENT]:
+            found = message_in(tuple(note))
+            inside = {"inline": found.inline_bytes, "stream": found.stream_bytes}
             channels = {name: count for name, count in inside.items() if count}
-            waiting = offered.get((peer, kind, number))
+            waiting = offered.get((peer, found.kind, found.number))
             if waiting:
                 channels.update(waiting.popleft())
             times = began_s, max(self._ends.get(row, began_s), began_s)
-            told = {"bytes": size_bytes} | ({"tensors": channels} if channels else {})
-            yield from self._message(SEND, thread, times, peer, kind, number, ids, told)
+            told = {"tensors": channels} if channels else {}
+            yield from self._message(SEND, thread, times, peer, found, told)
 
     def _received(self) -> Iterator[Slice]:
-        for _, at_s, thread, peer, size_bytes, kind, flags, number, head in self._rows[RECEIVED]:
-            ids = ids_in(kind, flags, head, size_bytes - HEADER_BYTES)
-            told = {"bytes": size_bytes}
-            yield from self._message(RECEIVE, thread, (at_s, at_s), peer, kind, number, ids, told)
+        for _, at_s, thread, peer, *note in self._rows[RECEIVED]:
+            yield from self._message(
+                RECEIVE, thread, (at_s, at_s), peer, message_in(tuple(note)), {}
+            )
 
     def _message(
         self,
@@ -152,40 +146,35 @@ class Slicer:
         thread: int,
         times: tuple[float, float],
         peer: int,
-        kind: int,
-        number: int,
-        ids: Ids,
+        found: Message,
         told: dict[str, Any],
     ) -> Iterator[Slice]:
         """Yields the slice of a message, unless it belongs to a call of the trace itself."""
         sender, receiver = (self._me, peer) if category == SEND else (peer, self._me)
-        what = Kind(kind).name.lower().replace("_", " ")
-        key, arrow = "", f"{what} {sender}.{receiver}.{number}.{ids.creation}"
-        if kind == Kind.CALL:
-            key = _key(sender, receiver, number, ids.creation)
-            self._contexts.setdefault(key, ids.context_id)
+        what, number = found.kind, found.number
+        key, arrow = "", f"{what} {sender}.{receiver}.{number}.{found.creation}"
+        if what == "call":
+            key = _key(sender, receiver, number, found.creation)
+            self._contexts.setdefault(key, found.context_id)
             if category == SEND:
                 self._begun[key] = times[0]
-        elif kind == Kind.REPLY:
+        elif what == "reply":
             key = _key(receiver, 0, number, 0)
-        elif kind == Kind.GRADIENTS:
-            arrow = f"{what} {sender}.{receiver}.{number}.{ids.message_id}"
+        elif what == "gradients":
+            arrow = f"{what} {sender}.{receiver}.{number}.{found.message_id}"
         if key in self._own:
             return
         function = self._functions.get(key, "")
-        args: dict[str, Any] = {"kind": what, **told}
+        args: dict[str, Any] = {"kind": what, "bytes": found.size_bytes, **told}
         if function:
             args |= {"call": key, "function": function}
         elif number:
             args["number"] = number
-        if ids.context_id > 0:
-            args["context"] = ids.context_id
+        if found.context_id > 0:
+            args["context"] = found.context_id
         args["to" if category == SEND else "from"] = self._name(peer)
         name = f"{category} {what} {function}".rstrip()
         yield Slice(thread, *times, category, name, args, f"{what} {key}" if key else arrow)
-
-    def _name(self, worker: int) -> str:
-        return self._names.get(worker, f"worker {worker}")
 
     # Calls
 

@@ -155,7 +155,7 @@ def test_a_message_from_before_the_trace_is_not_taken_for_a_later_one(path: Path
 
 def test_tensors_beside_a_message_are_part_of_it(path: Path) -> None:
     caller, callee = call()
-    offered = (OFFERED, 1, int(Kind.CALL), 5, (("shm", 4096),))
+    offered = (OFFERED, 1, "call", 5, (("shm", 4096),))
     found = written([worker(0, [offered, *caller]), worker(1, callee)], path)
     (request,) = [each for each in found.of("send") if each["args"]["kind"] == "call"]
     assert request["args"]["tensors"] == {"inline": 40, "shm": 4096}

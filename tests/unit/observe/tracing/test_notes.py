@@ -19,14 +19,10 @@ from torchweft.engine.wire.messages import (
     encode_call,
     encode_reply,
 )
-from torchweft.observe.tracing.notes import (
-    Ids,
-    LinkNotes,
-    Rows,
-    head_in,
-    ids_in,
-)
+from torchweft.observe.tracing.notes import Rows, TracingWatcher
 from torchweft.observe.tracing.slices import Slicer
+from torchweft.rpc.counting import Names
+from torchweft.rpc.watching import Message, _Tap
 
 SECRET = b"the values of the program"
 HEAD = (1.0, 9, 3, 8, b"module:function")
@@ -45,27 +41,26 @@ NAME = PassName(3, 5, 4, PassMode())
 
 GRADIENTS = encode(NAME, Gradients(8, (), Progress([1], [2])), 0, SECRET) + b"t" * 12
 
+
+def ids(
+    context_id: int = 0, message_id: int = 0, creation: int = -1, inline_bytes: int = 0
+) -> Message:
+    return Message("", 0, 0, context_id, message_id, creation, inline_bytes)
+
+
 CASES = [
-    (CALL, Ids(3, 8, 9, 30)),
-    (framed(Kind.CALL, OUTSIDE), Ids(0, 0, -1, 0)),
-    (framed(Kind.CALL, IN_SPAN), Ids(3, 8, 9, 30)),
-    (REPLY, Ids(3, 8, -1, 20)),
-    (framed(Kind.POST, PORT), Ids(inline_bytes=10)),
+    (CALL, ids(3, 8, 9, 30)),
+    (framed(Kind.CALL, OUTSIDE), ids(0, 0, -1, 0)),
+    (framed(Kind.CALL, IN_SPAN), ids(3, 8, 9, 30)),
+    (REPLY, ids(3, 8, -1, 20)),
+    (framed(Kind.POST, PORT), ids(inline_bytes=10)),
     (
         encode_frame(Kind.GRADIENTS, 0, 5, GRADIENTS)[0],
-        Ids(3, 8, inline_bytes=12),
+        ids(3, 8, inline_bytes=12),
     ),
-    (encode_frame(Kind.BACKWARD, 0, 5, encode(NAME, Failed(1, "op", SECRET)))[0], Ids(3)),
-    (encode_frame(Kind.GOODBYE, 0, 0, SECRET)[0], Ids()),
+    (encode_frame(Kind.BACKWARD, 0, 5, encode(NAME, Failed(1, "op", SECRET)))[0], ids(3)),
+    (encode_frame(Kind.GOODBYE, 0, 0, SECRET)[0], ids()),
 ]
-
-
-@pytest.mark.parametrize(("frame", "expected"), CASES)
-def test_the_numbers_of_a_message_are_kept_and_no_value(frame: Buffer, expected: Ids) -> None:
-    kind, flags, control = frame[0], frame[1], frame[HEADER_BYTES:]
-    head = head_in(kind, control)
-    assert ids_in(kind, flags, head, len(control)) == expected
-    assert not has_secret(head)
 
 
 def has_secret(kept: bytes) -> bool:
@@ -100,13 +95,17 @@ class FakeLink(Link):
 def traced() -> tuple[FakeLink, Rows]:
     """A link to worker 4, and the rows of what it has sent and received."""
     rows, link = Rows(100), FakeLink()
-    link.watcher = LinkNotes(rows, 4)
+    link.watcher = tap(rows)
     return link, rows
+
+
+def tap(rows: Rows) -> Any:
+    return _Tap(TracingWatcher(rows, Names()), 4)
 
 
 def messages(rows: Rows) -> list[Any]:
     found, ends, _ = rows.end()
-    return Slicer(found, ends, 0, {}, ())._messages
+    return Slicer(found, ends, 0, "worker {}".format, ())._messages
 
 
 def test_frames_that_are_written_together_are_noted_one_by_one(
@@ -143,13 +142,16 @@ def test_a_message_that_is_written_alone_is_noted_as_among_others(
 @pytest.mark.parametrize(("frame", "expected"), CASES)
 @pytest.mark.parametrize("kind", [bytes, memoryview])
 def test_no_byte_of_a_value_is_in_a_row(
-    traced: tuple[FakeLink, Rows], frame: Buffer, expected: Ids, kind: Callable[[Buffer], Buffer]
+    traced: tuple[FakeLink, Rows],
+    frame: Buffer,
+    expected: Message,
+    kind: Callable[[Buffer], Buffer],
 ) -> None:
     link, rows = traced
     link.send([kind(frame)], may_block=True)
     number, control = int.from_bytes(frame[8:16], "little"), kind(frame[HEADER_BYTES:])
     noted = Frame(frame[0], frame[1], number, control, ())
-    LinkNotes(rows, 4).received(noted)
+    tap(rows).received(noted)
     assert len(rows) == 2
     fields = [each for row in rows._rows for each in row]
     kept = [bytes(each) for each in fields if not isinstance(each, (int, float))]
@@ -158,6 +160,8 @@ def test_no_byte_of_a_value_is_in_a_row(
     for each in sent, received:
         assert each.args["bytes"] == len(frame)
         assert each.args.get("context", 0) == expected.context_id
+        tensors = each.args.get("tensors", {})
+        assert tensors.get("inline", 0) == (expected.inline_bytes if each is sent else 0)
         assert f".{number}" in each.arrow
 
 
@@ -167,7 +171,7 @@ def test_a_control_part_that_is_too_short_has_no_numbers(
 ) -> None:
     rows = Rows(100)
     for kind in (Kind.CALL, Kind.REPLY, Kind.GRADIENTS):
-        LinkNotes(rows, 4).received(Frame(kind, 0, 5, CALL[HEADER_BYTES:][:size], ()))
+        tap(rows).received(Frame(kind, 0, 5, CALL[HEADER_BYTES:][:size], ()))
     for found in messages(rows):
         assert found.args["bytes"] == HEADER_BYTES + size
         assert "context" not in found.args

@@ -16,7 +16,8 @@ from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import ERROR_REPLY, Kind
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.ids import ReferenceId
-from torchweft.observe.tracing.notes import CREATED, MADE, SERVED, Names, Rows, TracingWatcher
+from torchweft.observe.tracing.notes import CREATED, MADE, SERVED, Rows, TracingWatcher
+from torchweft.rpc.counting import Names
 from torchweft.rpc.serving import Call
 
 REQUEST = Frame(Kind.CALL, 0, 7, b"", ())

@@ -13,10 +13,10 @@ from tests.unit.engine.worker.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
 from torchweft.engine.protocol.observing import CALL, VALUE
 from torchweft.engine.worker import current as current_agent
-from torchweft.observe.report import Thread
-from torchweft.observe.reporting import threads
+from torchweft.reports import Thread
 from torchweft.rpc import api, calls
 from torchweft.rpc.calls import Future
+from torchweft.rpc.reporter import threads
 
 _may_end = threading.Event()
 

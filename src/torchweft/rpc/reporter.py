@@ -1,4 +1,4 @@
-"""Reports what one worker does, to observers and to files; see ``rpc.observed`` for who asks.
+"""Reports what one worker does, to observers and to files.
 
 Threads note what they wait for (``Reactor.waiting``), and which call they run. Stacks tell the line
 of the program. A thread may go on meanwhile, so a reported wait may just have ended.
@@ -10,11 +10,14 @@ waits for, through others perhaps, may wait for none itself.
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import logging
 import math
 import os
 import queue
 import resource
+import signal
 import stat
 import tempfile
 import threading
@@ -22,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -37,19 +41,17 @@ from torchweft.engine.protocol.observing import (
     reference_key,
 )
 from torchweft.engine.protocol.registration import HOST
-from torchweft.engine.wire.frames import encode_frame
+from torchweft.engine.wire.frames import Frame, encode_frame
 from torchweft.engine.wire.messages import Kind
+from torchweft.engine.worker import current as current_agent
+from torchweft.engine.worker.agent import Slot
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.engine.worker.peers import Peer
-from torchweft.errors import ConfigurationError, NotInitialized, ProtocolError, WorkerLost
+from torchweft.errors import ConfigurationError, NotInitialized, WorkerLost
 from torchweft.files import replacing
-from torchweft.observe.counting import LEASE_S, METRICS_LEASE_S, Counting, name_of
-from torchweft.observe.examining import facts_of, measured_for_observer
-from torchweft.observe.report import (
+from torchweft.reports import (
     DETAIL,
-    FACTS,
     FILE_SUFFIX,
-    MEASURE,
     METRICS,
     REPORT,
     WHO,
@@ -64,6 +66,7 @@ from torchweft.observe.report import (
     Traffic,
     encode,
 )
+from torchweft.rpc.counting import LEASE_S, METRICS_LEASE_S, Counting, name_of
 from torchweft.rpc.observed import (
     TELLERS,
     Teller,
@@ -74,7 +77,9 @@ from torchweft.rpc.observed import (
     lines,
     served_by,
     source_of,
+    stacks_of,
     thread_frames,
+    write_stacks_on_signal,
 )
 from torchweft.rpc.serving import Call, key_of
 from torchweft.rpc.worker import Worker
@@ -182,41 +187,70 @@ _MOST_MEASURED = 2000
 _PAGE_BYTES = resource.getpagesize()
 
 
+_GROUP_DIGITS = 8
+
+
+def group_of(token: str) -> str:
+    """Returns the name of a group for people, which does not tell its token."""
+    return hashlib.sha256(b"weft group " + token.encode()).hexdigest()[:_GROUP_DIGITS]
+
+
 class Reporter:
-    """Makes the reports of one worker, and answers its observers. Thread-safe.
+    """Makes the reports of one worker, answers its observers, and writes files. Thread-safe.
 
     Args:
         worker: The worker.
-        counting: Counts its calls while it is observed.
         group: The name of its group.
 
     Attributes:
-        counting: The argument.
+        counting: Counts its calls while it is observed.
+        dumps: Writes the files.
     """
 
-    def __init__(self, worker: Worker, counting: Counting, group: str) -> None:
+    def __init__(self, worker: Worker, group: str) -> None:
         self._worker = worker
         self._agent = worker.agent
-        self.counting = counting
         self._group = group
+        self.counting = Counting(worker)
+        self.dumps = Dumps(worker, self, group)
+        receiver = worker.agent.receiver
+        receiver.on(Kind.DUMP, self._on_dump, inline=True)
+        receiver.on(Kind.STACKS, self._on_stacks, inline=True)
+        write_stacks_on_signal()
 
     def answer(self, question: str) -> bytes:
         """Returns the answer to an observer; raises ProtocolError if there is no such question."""
         if question == WHO:
             return encode(self.identity())
-        if question == FACTS:
-            return encode(facts_of(self._agent))
-        if question.startswith(MEASURE):
-            callee = question.removeprefix(MEASURE)
-            return encode(measured_for_observer(self._agent, callee))
-        if question not in (REPORT, DETAIL, METRICS):
-            raise ProtocolError(f"an observer asks {question!r}")
-        return encode(self.observed(question))
+        if question in (REPORT, DETAIL, METRICS):
+            return encode(self.observed(question))
+        # By its name: it is of a layer above, and imported only where it is asked for.
+        answer: bytes = importlib.import_module("torchweft.observe.examining").answer(question)
+        return answer
 
     def observed(self, question: str) -> Report:
         """Returns a report, and has calls counted until the next one is due."""
         self.counting.extend(METRICS_LEASE_S if question == METRICS else LEASE_S)
         return self.report(question)
+
+    def dump_soon(self, reason: str, is_wanted: bool = False) -> None:
+        """Has a thread of the worker write the report to a file. Safe in a signal handler."""
+        self._agent.reactor.submit(self.dumps.try_to_write, reason, is_wanted)
+
+    def _on_dump(self, peer: Peer, _: Frame) -> None:
+        self.dump_soon(f"worker {peer.name!r} waits for long")
+
+    def _on_stacks(self, peer: Peer, frame: Frame) -> None:
+        # An urgent task, so that it runs at any load; not here, as sending may block.
+        self._agent.reactor.submit(self._tell_stacks, peer, frame)
+
+    def _tell_stacks(self, peer: Peer, frame: Frame) -> None:
+        try:
+            told = stacks_of(self._worker)
+        except Exception as error:
+            self._worker.reply_error(peer, frame.id, error)
+        else:
+            self._worker.reply(peer, frame.id, told, 0)
 
     def identity(self) -> Identity:
         """Returns who this worker is, and which others it knows."""
@@ -512,17 +546,6 @@ def _check_own(path: str) -> None:
         )
 
 
-def reporting_of(worker: Worker, group: str) -> tuple[Reporter, Dumps]:
-    """Returns what answers the observers of a worker, and what writes its files.
-
-    Args:
-        worker: The worker.
-        group: The name of its group.
-    """
-    reporter = Reporter(worker, Counting(worker), group)
-    return reporter, Dumps(worker, reporter, group)
-
-
 def _numbers_of(tellers: Sequence[Teller]) -> tuple[NumberTable, ...]:
     """Returns what components of a worker tell, tables of one title joined."""
     tables: dict[tuple[str, tuple[str, ...]], list[NumberRow]] = {}
@@ -534,3 +557,36 @@ def _numbers_of(tellers: Sequence[Teller]) -> tuple[NumberTable, ...]:
             table = NumberTable("numbers that could not be told", ("error",), (row,))
         tables.setdefault((table.title, table.labels), []).extend(table.rows)
     return tuple([NumberTable(*key, tuple(rows)) for key, rows in tables.items()])
+
+
+REPORTER: Slot[Reporter] = Slot()
+
+
+# The signal
+
+
+def write_report_on_signal() -> None:
+    """Makes the worker of this process write what it does on ``SIGQUIT``; idempotent.
+
+    A handler that the program has set stays. A shell that starts a job in the background has it
+    ignore the signal, which does not count as a handler. Only the main thread can set one; in other
+    threads this does nothing.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
+        _former.append(signal.signal(signal.SIGQUIT, _on_signal))
+
+
+_former: list[Any] = []
+"""The effects that the signal had before."""
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    try:
+        agent = current_agent.current()
+    except NotInitialized:
+        # The process is no worker any more, so the signal has its usual effect.
+        signal.signal(number, _former[-1])
+        os.kill(os.getpid(), number)
+        return
+    agent.slots[REPORTER].dump_soon("SIGQUIT asks for it", True)

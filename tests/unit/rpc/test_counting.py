@@ -12,10 +12,9 @@ from tests.tables import cases
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import ERROR_REPLY, Kind
 from torchweft.engine.worker.calls import PendingCall
-from torchweft.observe import counting
-from torchweft.observe.counting import OTHERS, Tally, key_of, name_of
-from torchweft.observe.report import percentile
-from torchweft.observe.tracing.notes import Names
+from torchweft.reports import percentile
+from torchweft.rpc import counting
+from torchweft.rpc.counting import OTHERS, Names, Tally, key_of, name_of
 from torchweft.rpc.functions import batched
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.observe.report import STEPS, bucket_of, percentile, since, sum_of, time_of
+from torchweft.reports import STEPS, bucket_of, percentile, since, sum_of, time_of
 
 times = st.dictionaries(st.integers(-100, 100).map(str), st.integers(1, 1000), max_size=8)
 

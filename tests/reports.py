@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchweft.engine.protocol.observing import CALL, GATHERING, Wait, call_key
-from torchweft.observe.report import Identity, Member, OpenCall, Report, ServedCall, Thread
+from torchweft.reports import Identity, Member, OpenCall, Report, ServedCall, Thread
 
 LONG_S = 30.0
 

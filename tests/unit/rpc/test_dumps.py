@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.observe.reports import report
+from tests.reports import report
 from torchweft import knobs
 from torchweft.engine.threads.reports import Events
 from torchweft.errors import ConfigurationError
-from torchweft.observe.report import Report, decode
-from torchweft.observe.reporting import Dumps
+from torchweft.reports import Report, decode
+from torchweft.rpc.reporter import Dumps
 
 
 @pytest.fixture

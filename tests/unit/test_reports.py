@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.observe.reports import calling, made, report, served, thread
+from tests.reports import calling, made, report, served, thread
 from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.errors import ProtocolError
-from torchweft.observe.report import (
+from torchweft.reports import (
     Event,
     FunctionCounts,
     HeldReference,

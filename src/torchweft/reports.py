@@ -1,8 +1,11 @@
-"""The answers of a worker to an observer: who it is, and a report of everything it does.
+"""What workers tell observers, and how an observer asks one of them. Does not import torch.
 
-An *activity* is a thread of the program, or a call that is served. A served call has a key that its
-caller and its callee give it alike; see ``engine.protocol.observing``. Reports travel as JSON.
-They are read strictly, since the sender may be of another version.
+A worker answers with who it is, and with a report of everything it does. A served call has a key
+that its caller and its callee give it alike. Reports travel as JSON. They are read strictly, since
+the sender may be of another version.
+
+An observer asks over a connection of its own for each question. The greeting is that between
+workers, with the key of observers; see ``docs/protocols/observing.md``.
 
 The buckets of a histogram of times grow by a constant factor, 2^(1/8): 8 for each doubling. So one
 histogram covers microseconds and hours, and a percentile is off by 4.4 % at most. A bucket is named
@@ -11,18 +14,95 @@ by its number, as text.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
+import socket
+import struct
+import time
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 from torchweft.columns import LAYOUT, printable
-from torchweft.engine.protocol.observing import NumberTable, Wait
-from torchweft.errors import ProtocolError
+from torchweft.engine.io import addresses
+from torchweft.engine.io.handshake import Greeting, Handshake, NotProven, check_user
+from torchweft.engine.io.secure import TlsOptions, secure_client
+from torchweft.engine.protocol.connecting import OBSERVER, Hello, Purpose
+from torchweft.engine.protocol.observing import (
+    CALL,
+    GATHERING,
+    MESSAGE,
+    PASS,
+    SHUTDOWN,
+    VALUE,
+    NumberRow,
+    NumberTable,
+    Wait,
+    call_key,
+    making_key,
+    reference_key,
+)
+from torchweft.engine.wire.frames import HEADER
+from torchweft.engine.wire.messages import Kind
+from torchweft.errors import ConfigurationError, ObserverRefused, ProtocolError
+from torchweft.secret import Secret, key_of_observers
+
+__all__ = [
+    "CALL",
+    "DETAIL",
+    "FACTS",
+    "FILE_SUFFIX",
+    "GATHERING",
+    "LEAST_S",
+    "LENT",
+    "MEASURE",
+    "MESSAGE",
+    "MESSAGES",
+    "METRICS",
+    "PASS",
+    "REPORT",
+    "SHUTDOWN",
+    "STEPS",
+    "VALUE",
+    "WHO",
+    "Event",
+    "FunctionCounts",
+    "HeldReference",
+    "HostFacts",
+    "Identity",
+    "Member",
+    "NumberRow",
+    "NumberTable",
+    "OpenCall",
+    "PairFacts",
+    "Report",
+    "ServedCall",
+    "Thread",
+    "Times",
+    "TlsOptions",
+    "Traffic",
+    "Wait",
+    "WorkerFacts",
+    "ask",
+    "bucket_of",
+    "call_key",
+    "decode",
+    "encode",
+    "listeners_here",
+    "making_key",
+    "may_reach",
+    "percentile",
+    "process_at",
+    "read",
+    "reference_key",
+    "since",
+    "sum_of",
+    "time_of",
+]
 
 STEPS = 8
 """Buckets for each doubling."""
@@ -559,3 +639,118 @@ def decode(wanted: type[T], data: str | bytes) -> T:
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a report is no JSON: {error}") from error
     return read(wanted, found)
+
+
+# The observer's side of a question
+
+MOST_BYTES = 64 << 20
+"""Largest answer accepted."""
+
+_CREDENTIALS = struct.Struct("iII")
+
+
+def ask(
+    address: str, question: str, secret: Secret | None, tls: TlsOptions | None, timeout_s: float
+) -> bytes:
+    """Asks the worker that listens at an address; returns its answer. Blocks for ``timeout_s``.
+
+    Args:
+        address: One of those that a worker tells, as ``tcp:HOST:PORT``.
+        question: One of the questions above.
+        secret: The secret of the group; None if it has none.
+        tls: How connections over TCP are secured; None for no TLS.
+        timeout_s: Seconds to wait at most.
+
+    Raises:
+        ObserverRefused: The worker has another secret, or only one of the two has one.
+        ProtocolError: No worker of this version listens there; or without a secret, it is another
+            user's.
+        TimeoutError: It has not answered in time: it is stopped, or code in C keeps it busy.
+        OSError: Nothing listens there.
+        ConfigurationError: The address is malformed, or the worker wants TLS.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    with _connected(address, tls, deadline_s) as connection:
+        try:
+            handshake = Handshake.dial(connection, key_of_observers(secret), deadline_s)
+            if secret is None:
+                check_user(connection)
+            facts = Hello(Purpose.OBSERVE, question=question).facts()
+            handshake.send(Kind.HELLO, Greeting(OBSERVER, facts=facts))
+            refusal = handshake.receive(Kind.WELCOME).refusal
+        except NotProven as error:
+            raise ObserverRefused(f"the worker at {address} has another secret") from error
+        if refusal:
+            raise ProtocolError(refusal)
+        return _receive_answer(connection, deadline_s)
+
+
+def listeners_here() -> list[str]:
+    """Returns the addresses of this host's workers, also of other groups and users."""
+    return list(map(str, addresses.unix_listeners()))
+
+
+def process_at(address: str) -> int | None:
+    """Returns the id of the process that listens at an address of this host.
+
+    The kernel tells, so the process need not answer. None if nothing listens there, or if it is no
+    Unix socket.
+    """
+    try:
+        place = addresses.parse(address)
+        if not isinstance(place, addresses.UnixAddress):
+            return None
+        with addresses.dial(place, 1.0) as connection:
+            data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except (OSError, ConfigurationError):
+        return None
+    process: int = _CREDENTIALS.unpack(data)[0]
+    return process
+
+
+def may_reach(address: str, *, is_here: bool) -> bool:
+    """Whether a worker can be asked at one of its addresses.
+
+    Args:
+        address: The address.
+        is_here: Whether the worker is on this host.
+    """
+    return is_here or addresses.is_far(addresses.parse(address))
+
+
+@contextlib.contextmanager
+def _connected(text: str, tls: TlsOptions | None, deadline_s: float) -> Iterator[socket.socket]:
+    address = addresses.parse(text)
+    connection = addresses.dial(address, max(deadline_s - time.monotonic(), 0.01))
+    try:
+        if isinstance(address, addresses.TcpAddress) and (address.is_secure or tls is not None):
+            if tls is None:
+                raise ConfigurationError(
+                    f"the worker at {text} wants TLS: set WEFT_TLS_CERT, WEFT_TLS_KEY and "
+                    "WEFT_TLS_CA as for a worker"
+                )
+            connection = secure_client(connection, tls, max(deadline_s - time.monotonic(), 0.01))
+        yield connection
+    finally:
+        connection.close()
+
+
+def _receive_answer(connection: socket.socket, deadline_s: float) -> bytes:
+    kind, _, buffers, size, _ = HEADER.unpack(_receive(connection, HEADER.size, deadline_s))
+    if kind != Kind.REPORT or buffers or size > MOST_BYTES:
+        raise ProtocolError("the worker does not answer as one of this version of Weft")
+    return _receive(connection, size, deadline_s)
+
+
+def _receive(connection: socket.socket, size_bytes: int, deadline_s: float) -> bytes:
+    data = bytearray()
+    while len(data) < size_bytes:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the answer took too long")
+        connection.settimeout(left_s)
+        part = connection.recv(min(size_bytes - len(data), 1 << 20))
+        if not part:
+            raise ConnectionError("the worker closed the connection before it had answered")
+        data += part
+    return bytes(data)

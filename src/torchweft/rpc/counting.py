@@ -17,10 +17,9 @@ import numpy as np
 from torchweft import knobs
 from torchweft.engine.codec.functions import describe, own_name
 from torchweft.engine.protocol.calls import AnsweredCall
-from torchweft.engine.wire.messages import ERROR_REPLY
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.ids import ReferenceId
-from torchweft.observe.report import LEAST_S, STEPS, FunctionCounts
+from torchweft.reports import LEAST_S, STEPS, FunctionCounts
 from torchweft.rpc.worker import Watcher, Worker
 
 LEASE_S = 10.0
@@ -82,6 +81,33 @@ def name_of(function: Any) -> str:
     return function if isinstance(function, str) else describe(function)
 
 
+_MOST_KEPT_NAMES = 10_000
+
+
+class Names:
+    """The names of called functions; looked up once for each. Thread-safe.
+
+    Attributes:
+        by_key: The names of known functions: by the id of their code, or by the name that a
+            message has.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[Any, str] = {}
+        self._kept: list[object] = []
+
+    def name_of(self, function: Any) -> str:
+        """Returns the name of a function."""
+        key = key_of(function)
+        name = self.by_key.get(key)
+        if name is None:
+            name = name_of(function)
+            if len(self._kept) < _MOST_KEPT_NAMES and not isinstance(key, str):
+                self._kept.append(kept_of(function))
+                self.by_key[key] = name
+        return name
+
+
 class Tally:
     """The calls in one direction. Thread-safe.
 
@@ -118,9 +144,7 @@ class Tally:
             entry = self.entries[id(function.__code__)]
         except (AttributeError, KeyError):
             entry = self.entry_of(function)
-        frame = call.frame
-        failed = frame is None or frame.flags & ERROR_REPLY
-        (entry.failed if failed else entry.succeeded).append(taken_s)
+        (entry.failed if call.has_failed else entry.succeeded).append(taken_s)
 
     def note_served(self, call: AnsweredCall, *, failed: bool) -> None:
         """Notes a served call that was answered."""
