@@ -103,13 +103,12 @@ class progress(Display):
     """Shows how this process's maps proceed while a ``with`` block runs.
 
     On a terminal a few rows are updated several times a second. They show the steps of the
-    program's loop with rate, remaining time and figures. They also show the parts of the running
-    maps, how many of them each worker runs, and the names of workers that delay a map. A part is
-    *behind* if it has run for more than a second, and for three times as long as the median of the
-    last parts of that function. A line about the loss of a worker stays. This needs rich:
-    ``pip install 'torchweft[progress]'``. Without rich, and if ``out`` is not a terminal, plain
-    lines are written at a bounded rate: the progress of the maps, and each loss and each part that
-    fell behind. A final line tells how much was done, and by which workers::
+    program's loop with rate, remaining time and figures, the parts of the running maps, and how
+    many of them each worker runs. This needs rich: ``pip install 'torchweft[progress]'``. Without
+    rich, and if ``out`` is not a terminal, plain lines are written at a bounded rate. In both cases
+    a line names each lost worker, and each part that is *behind*: it has run for more than a
+    second, and for three times as long as the median of the last parts of that function. A final
+    line tells how much was done, and by which workers::
 
         with torchweft.mapreduce.progress(total=3000, label="meta-step") as shown:
             for step in range(3000):

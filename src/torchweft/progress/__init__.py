@@ -2,14 +2,12 @@
 
 An application reports events to ``Display.work``: a job starts, its parts start and end on workers,
 a worker is lost, the job ends. `work.py` derives the state from the events, and estimates the rate
-of the program's own loop; `wording.py` makes text of both. `display.py` shows the text, as lines of
-a log or, through `live.py`, with rich.
+of the program's own loop; `display.py` shows it, with rich or as lines of a log.
 """
 
 from __future__ import annotations
 
-from torchweft.progress.display import Display
-from torchweft.progress.wording import Nouns
+from torchweft.progress.display import Display, Nouns
 from torchweft.progress.work import Straggler, Work, WorkerShare
 
 __all__ = ["Display", "Nouns", "Straggler", "Work", "WorkerShare"]

@@ -40,7 +40,7 @@ def test_maps_are_shown_by_two_displays(monkeypatch: pytest.MonkeyPatch) -> None
     assert one.workers == two.workers
     assert one.workers == {"worker0": WorkerShare(2, 1.0), "worker1": WorkerShare(is_lost=True)}
     line, loss, end = out.getvalue().splitlines()
-    assert line == "step: map 1  2 parts done  parts of inner 2/2"
+    assert line == "step: map 1 2 parts done  parts of inner 2/2"
     assert loss == "worker1 was lost; part 1 runs again on another"
     assert end.startswith("step: 1 map, 2 parts in ")
     assert end.endswith("; worker0 2 (1.0 s), worker1 0 (0.0 s, lost); 1 moved; 1 rerun")

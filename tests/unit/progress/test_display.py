@@ -15,8 +15,7 @@ import pytest
 from tests.unit.progress.watched import NEVER_S, OFTEN_S, WAIT_S, WORKERS, Watched, run_job
 from torchweft.errors import ConfigurationError
 from torchweft.progress import Display
-from torchweft.progress.display import can_change_rows
-from torchweft.progress.wording import MOST_WARNINGS
+from torchweft.progress.display import MOST_LISTED, can_change_rows
 
 
 def test_a_log_gets_plain_lines() -> None:
@@ -72,9 +71,9 @@ def test_many_stragglers_at_once_take_few_lines(monkeypatch: pytest.MonkeyPatch)
         for part in range(140):
             shown.work.ended(2, part, "worker0", 0.1 if part < 100 else 7.0)
     lines = out.getvalue().splitlines()
-    assert len(lines) == MOST_WARNINGS + 2
+    assert len(lines) == MOST_LISTED + 2
     assert lines[-2] == "and 32 more are lost or behind"
-    assert "worker0 141 (4:50, 40 behind)" in lines[-1]
+    assert "worker0 141 (0:04:50, 40 behind)" in lines[-1]
 
 
 def test_what_happened_last_is_told_at_the_end() -> None:
@@ -142,19 +141,11 @@ def test_characters_that_the_stream_does_not_have() -> None:
 
 def test_a_terminal_without_rich_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.delitem(sys.modules, "torchweft.progress.live", raising=False)
     out = Watched()
     with Display(out=out, is_terminal=True, interval_s=OFTEN_S) as shown:
         run_job(shown.work, 1)
-        out.await_text("job 1  2 parts done  parts of inner 2/2\n")
+        out.await_text("job 1 2 parts done  parts of inner 2/2\n")
     assert "\x1b" not in out.getvalue()
-
-
-def test_rich_is_imported_by_a_display_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torchweft.progress.live", raising=False)
-    with Display(out=io.StringIO()):
-        pass
-    assert "torchweft.progress.live" not in sys.modules
 
 
 def test_terminals_on_which_rows_can_change(monkeypatch: pytest.MonkeyPatch) -> None:

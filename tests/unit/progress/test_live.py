@@ -77,7 +77,7 @@ def test_rows_change_while_the_caller_is_blocked() -> None:
         shown.work.started(2, 0, "worker1")
         out.await_text("running: worker0 0  worker1 1")
         seen = visible(out.getvalue())
-        assert re.search(r"epoch +\S+ 1/2 +loss 0.5", seen)
+        assert re.search(r"epoch +\S+ 1/2 .*loss 0.5", seen)
         assert re.search(r"parts of inner +\S+ 0/8 +running: worker0 0", seen)
         shown.work.lost(2, "worker1", [0])
         out.await_text("worker1 was lost; part 0 runs again on another\n")
@@ -89,16 +89,6 @@ def test_rows_change_while_the_caller_is_blocked() -> None:
     end = visible(out.getvalue()).rpartition("\r")[2]
     assert end.startswith("epoch: 1 of 2 steps, 2 parts in ")
     assert end.endswith("; worker0 1 (0.1 s), worker1 1 (0.1 s, lost); 1 rerun\n")
-
-
-def test_a_straggler_is_among_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchweft.progress.work.LEAST_S", 0.0)
-    out = Watched()
-    with Display(out=out, is_terminal=True, interval_s=OFTEN_S) as shown:
-        shown.work.begun(1, "inner", 2, WORKERS)
-        shown.work.ended(1, 0, "worker0", 0.0)
-        shown.work.started(1, 1, "worker1")
-        out.await_text("worker1 is behind: part 1 of inner for 0.")
 
 
 def test_rows_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +145,9 @@ def test_a_display_within_another_writes_lines_above_its_rows(terminals: Termina
     with Display(label="outer", interval_s=NEVER_S) as outer:
         with Display(label="inner", interval_s=NEVER_S) as inner:
             run_job(inner.work, 1)
-        assert inner._live is None
+        assert inner._bars is None
         assert hasattr(sys.stderr, "rich_proxied_file")
-        assert outer._live is not None
+        assert outer._bars is not None
     seen = terminals.seen()
     assert seen.index("inner: 1 job, 2 parts in ") < seen.index("outer: 0 jobs, 0 parts in ")
     assert sys.stderr is terminals.stream
@@ -166,8 +156,8 @@ def test_a_display_within_another_writes_lines_above_its_rows(terminals: Termina
 def test_a_forked_process_waits_for_no_lock(terminals: Terminals) -> None:
     terminals.become_standard()
     with Display(interval_s=NEVER_S) as shown:
-        assert shown._live is not None
-        with shown._live._console._lock:  # another thread may hold it at a fork
+        assert shown._bars is not None
+        with shown._bars.console._lock:  # another thread may hold it at a fork
             thread = threading.Thread(target=fork_and_print)
             thread.start()
             thread.join(30)
