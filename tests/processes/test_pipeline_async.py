@@ -128,7 +128,7 @@ def test_the_end_of_a_run_may_overtake_its_start() -> None:
     with Pipe(layers(4), WORKERS, SchedulePipeDream(), mse, optimizer=Descent) as pipe:
         # Calls to a worker run side by side, so a source that raises at once may bring this about.
         deployment = pipe._deployment
-        rpc.on(deployment.hosts[2]).rpc_sync(Host.abort, deployment.step + 1)
+        rpc.on(deployment.hosts[2]).rpc_sync(Host.abort, deployment.steps.number + 1)
         with pytest.raises(PipelineError, match="the step was ended by its driver"):
             list(pipe.run(regression(6)))
         assert len(list(pipe.run(regression(6)))) == 6

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.contract.processes.pipeline_models import layers
+from tests.contract.processes.pipeline_models import WIDTH, layers
 from tests.contract.processes.test_pipeline_moving import TINY, WORKERS, batch, mse
 from torchweft.errors import ConfigurationError, SerializationError, StateMismatch
 from torchweft.launch import Nursery
@@ -20,7 +20,10 @@ from torchweft.pipeline import (
     Pipe,
     Schedule1F1B,
     ScheduleGPipe,
+    ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
+    SplitPoint,
+    cut_model,
     cut_sequential,
 )
 from torchweft.pipeline.host import Host
@@ -90,6 +93,41 @@ def test_training_goes_on_as_before_on_other_stages_and_workers(make: Any, optio
             train(pipe, optimizer, number)
             alone.step(*batch(number))
         assert_same(pipe, alone.model)
+
+
+class Twice(nn.Module):
+    """Uses a weight of its own after its first and its third layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = layers(4)
+        self.shared = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, second, third, fourth = self.parts
+        found: Tensor = fourth(third(second(first(inputs) @ self.shared)) @ self.shared)
+        return found
+
+
+def test_a_weight_of_two_stages_of_one_worker_is_stepped_and_moved_in_both() -> None:
+    model = Twice()
+    alone = Alone(model, torch.optim.Adam, lr=0.01)
+    begins = {f"parts.{number}": SplitPoint.BEGINNING for number in range(1, 4)}
+    shared, apart = cut_model(model, begins), cut_model(model, {"parts.2": SplitPoint.BEGINNING})
+    with Pipe(shared, WORKERS[:2], ScheduleInterleaved1F1B(4), mse) as pipe:
+        optimizer = pipe.optimizer(torch.optim.Adam, lr=0.01)
+        for seed, (stages, schedule) in enumerate(
+            [
+                (shared, ScheduleInterleaved1F1B(4)),
+                (apart, Schedule1F1B(4)),
+                (shared, ScheduleInterleaved1F1B(4)),
+            ]
+        ):
+            pipe.repartition(stages, schedule=schedule)
+            train(pipe, optimizer, 2 * seed, 2 * seed + 1)
+            alone.step(*batch(2 * seed))
+            alone.step(*batch(2 * seed + 1))
+            assert_same(pipe, alone.model)
 
 
 def test_hyper_parameters_of_schedulers_reach_the_workers_and_stay_after_a_move() -> None:

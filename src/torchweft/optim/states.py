@@ -515,16 +515,15 @@ class Moved:
 
     def __init__(self, instead: str) -> None:
         self.instead = instead
-        self._is_trained = WeakIdKeyDictionary()
-        """Whether each parameter required grad when that was last looked at."""
+        self._elsewhere = WeakIdKeyDictionary()
         self._beside = WeakIdKeyDictionary()
         _moved.add(self)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Adds parameters."""
-        own = {each: each.requires_grad for each in parameters}
+        own = dict.fromkeys(parameters)
         if own:
-            self._is_trained.update(own)
+            self._elsewhere.update(own)
             add_check(_check)
 
     def add_beside(self, parameters: Iterable[Tensor]) -> None:
@@ -542,32 +541,12 @@ class Moved:
             )
 
     def __contains__(self, parameter: object) -> bool:
-        return parameter in self._is_trained
-
-    def warn_of_changes(self, fix: str) -> None:
-        """Warns once if the program has frozen parameters here, for the caller of its caller.
-
-        Args:
-            fix: What to do, for the message.
-        """
-        changed = [
-            parameter
-            for parameter, is_trained in self._is_trained.items()  # type: ignore[no-untyped-call]
-            if parameter.requires_grad != is_trained
-        ]
-        if changed:
-            self._is_trained.update({each: each.requires_grad for each in changed})
-            warnings.warn(
-                f"requires_grad of {len(changed)} parameters has changed here, and not where they "
-                f"are trained; {fix}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        return parameter in self._elsewhere
 
     def close(self) -> None:
         """Lets optimizers step the parameters again."""
         _moved.discard(self)
-        self._is_trained = WeakIdKeyDictionary()
+        self._elsewhere = WeakIdKeyDictionary()
 
 
 _moved: weakref.WeakSet[Moved] = weakref.WeakSet()

@@ -1,6 +1,5 @@
 """Pipeline parallelism: a model cut into stages, micro-batches on their way through them."""
 
-from torchweft.pipeline.batches import broadcast
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.cutting import Stages, cut_by_plan, cut_evenly, cut_sequential
 from torchweft.pipeline.errors import CutError, NotFinite, StageMismatch
@@ -20,6 +19,7 @@ from torchweft.pipeline.schedules import (
     ScheduleZBVZeroBubble,
     Table,
 )
+from torchweft.pipeline.step import broadcast
 from torchweft.pipeline.wiring import BATCH, Take, Wiring
 
 __all__ = [

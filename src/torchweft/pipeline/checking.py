@@ -15,10 +15,10 @@ from torch.func import functional_call
 from torch.utils import _pytree
 
 from torchweft.errors import ConfigurationError, WeftError
-from torchweft.pipeline.batches import cut_batch
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.errors import CutError, StageMismatch
 from torchweft.pipeline.stage import StageRun
+from torchweft.pipeline.step import cut_batch
 from torchweft.pipeline.wiring import BATCH, Packet, describe, pick
 
 _UNKNOWN = "unknown"

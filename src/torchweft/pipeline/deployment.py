@@ -9,25 +9,20 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+from torchweft import checkpoint
 from torchweft.arguments import check_workers, wrong_type
 from torchweft.errors import ConfigurationError, WorkerLost
-from torchweft.extending import ignore_errors, this_worker
+from torchweft.extending import this_worker
 from torchweft.free_threading import shared_count
 from torchweft.pipeline.copies import Copies, find_copies
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.host import Form, Host, set_up
-from torchweft.pipeline.minibatches import (
-    blame,
-    check_endless,
-    check_updates,
-    short_table,
-)
+from torchweft.pipeline.minibatches import check_endless, check_updates, short_table
 from torchweft.pipeline.runner import Assignment, Settings
 from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
-from torchweft.pipeline.wiring import BATCH, Take, pick
-from torchweft.rpc import Future, RRef, as_completed, get_worker_info, on, rpc_async
+from torchweft.pipeline.step import END_S, Steps, cancel
+from torchweft.rpc import Future, RRef, get_worker_info, on, rpc_async
 
-_END_S = 5.0
 _numbers = shared_count(1)
 
 
@@ -73,33 +68,16 @@ class Layout(NamedTuple):
         return cls(names, schedule.table(len(names)), None)
 
 
-class Dropping:
-    """Whether the gradients are to be dropped before they are used again, and how."""
-
-    def __init__(self) -> None:
-        self._set_to_none: bool | None = None
-
-    def want(self, set_to_none: bool | None) -> None:
-        """Has them dropped; a gradient that is None does not become zeros."""
-        if set_to_none is not None and not self._set_to_none:
-            self._set_to_none = set_to_none
-
-    def take(self) -> bool | None:
-        """Returns whether they become None, or zeros; None: they stay. Then it has been done."""
-        found, self._set_to_none = self._set_to_none, None
-        return found
-
-
 class Held(NamedTuple):
     """The holders of one name.
 
     Attributes:
         form: The shape and type of the weight or buffer.
-        rows: The rows of the workers that hold it.
+        places: The row of the worker, and the stage, of each copy.
     """
 
     form: Form
-    rows: list[int]
+    places: list[tuple[int, int]]
 
 
 class Deployment:
@@ -118,7 +96,7 @@ class Deployment:
     Attributes:
         infos: The workers, by row.
         hosts: Their hosts, by row; empty after ``close``.
-        step: Number of the last step or run.
+        steps: Runs steps on them.
     """
 
     def __init__(self, layout: Layout, stages: Stages, settings: Settings) -> None:
@@ -129,35 +107,20 @@ class Deployment:
         if self.endless:
             check_endless(self.endless, len(self.workers), stages, settings.checkpoint)
         self.infos = [get_worker_info(name) for name in self.workers]
-        self.step = 0
         self._settings = settings
-        self._seats = self.table.seats
-        self._takes = self._batch_takes()
         self.hosts: list[RRef[Host]] = []
+        self.steps = Steps(self.hosts, self.table, stages.wiring)
         try:
             self._set_up()
         except BaseException:
             self.close()
             raise
 
-    def _batch_takes(self) -> list[list[tuple[int, int, tuple[Take, ...]]]]:
-        """Returns, for each worker, which of its stages take what of which micro-batch."""
-        found: list[list[tuple[int, int, tuple[Take, ...]]]] = [[] for _ in self.workers]
-        for (stage, microbatch), row in self._seats.items():
-            takes = self.stages.wiring.taken(stage, BATCH)
-            if takes:
-                found[row].append((stage, microbatch, takes))
-        return found
-
     def _set_up(self) -> None:
         copies = find_copies(self.table, self.stages.ties)
         number = (this_worker().id << 32) | next(_numbers)
         futures = [self._place(row, number, copies) for row in range(len(self.workers))]
-        try:
-            self.hosts = [future.wait() for future in futures]
-        except BaseException:
-            _cancel(futures)
-            raise
+        self.hosts.extend(_results(futures))
         self._equalize(copies)
         if self._settings.maker is not None:
             self.call_all(Host.make_optimizer, self._settings.maker, {})
@@ -194,38 +157,34 @@ class Deployment:
             for worker in (first, *others):
                 on(self.hosts[worker]).rpc_sync(Host.set_copies, number, values)
 
-    # Calls
-
     def call_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls a method of all hosts; returns the results by row."""
-        return self.call_each(method, [args] * len(self.workers))
-
-    def call_each(self, method: Callable[..., Any], args: Iterable[Sequence[Any]]) -> list[Any]:
-        """Calls a method of all hosts, with arguments for each; returns the results by row.
+        """Calls a method of all hosts; returns the results by row.
 
         Raises:
             ConfigurationError: The pipeline was closed.
         """
+        return self._call_each(method, [args] * len(self.workers))
+
+    def _call_each(self, method: Callable[..., Any], args: Iterable[Sequence[Any]]) -> list[Any]:
+        """Calls a method of all hosts, with arguments for each; returns the results by row."""
         limit_s = self._settings.answer_s
-        futures = [
-            on(host, limit_s).rpc_async(method, *given)
-            for host, given in zip(self.open_hosts(), args, strict=True)
-        ]
-        try:
-            return [future.wait() for future in futures]
-        except BaseException:  # One failed, or Ctrl-C
-            _cancel(futures)
-            raise
+        hosts = self.steps.open_hosts()
+        return _results(
+            [
+                on(host, limit_s).rpc_async(method, *given)
+                for host, given in zip(hosts, args, strict=True)
+            ]
+        )
 
-    def open_hosts(self) -> list[RRef[Host]]:
-        """Returns the hosts.
+    def close(self) -> None:
+        """Ends the pipeline on all workers, and releases its stages; passes over lost workers."""
+        hosts = self.hosts.copy()
+        self.hosts.clear()
+        for host in hosts:
+            with contextlib.suppress(WorkerLost, TimeoutError):
+                on(host, END_S).rpc_sync(Host.close)
 
-        Raises:
-            ConfigurationError: The pipeline was closed.
-        """
-        if not self.hosts:
-            raise ConfigurationError("the pipeline cannot be used any more: it was closed")
-        return self.hosts
+    # State by name
 
     def gathered(self, method: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         """Calls a method of all hosts; returns copies of all that they return.
@@ -240,83 +199,34 @@ class Deployment:
             found |= own | found
         return found
 
-    def run_once(
-        self,
-        is_training: bool,
-        zero_grad: bool | None,
-        batches: Sequence[Any],
-        targets: Sequence[Any],
-    ) -> list[Any]:
-        """Runs all rows once; returns the results of the workers that have one.
-
-        Args:
-            is_training: Whether to run backwards as well.
-            zero_grad: Whether gradients become None first, or zeros; None: they stay.
-            batches: The micro-batches.
-            targets: Their targets, for training.
-        """
-        hosts = self.open_hosts()
-        self.step += 1
-        last, seats = self.table.n_stages - 1, self._seats
-        futures: list[Future[Any]] = []
-        failures: list[Exception] = []
-        for row, host in enumerate(hosts):
-            inputs: dict[int, dict[int, list[Any]]] = {}
-            for stage, number, takes in self._takes[row]:
-                batch = batches[number]
-                picked = [batch if take.key is None else pick(batch, take, stage) for take in takes]
-                inputs.setdefault(stage, {})[number] = picked
-            own = {at: each for at, each in enumerate(targets) if seats[last, at] == row}
-            try:
-                args = (self.step, is_training, zero_grad, inputs, own)
-                futures.append(host.rpc_async(0).start(*args))
-            except Exception as error:
-                failures.append(error)
-                self._abort()
-                break
-        return [result for result in self._results(futures, failures) if result is not None]
-
-    def _results(self, futures: list[Future[Any]], failures: list[Exception]) -> list[Any]:
-        """Waits for all workers; if one fails, ends the step on the others and raises its error."""
-        try:
-            for future in as_completed(futures):
-                try:
-                    future.wait()
-                except Exception as error:
-                    if not failures:
-                        self._abort()
-                    failures.append(error)
-        except BaseException:  # Ctrl-C
-            self._abort()
-            _cancel(futures)
-            raise
-        if not failures:
-            return [future.wait() for future in futures]
-        # The others failed because of the first, unless it was told to end by one of them.
-        failures.sort(key=blame)
-        raise failures[0]
-
-    def _abort(self) -> None:
-        for host in self.hosts:
-            with contextlib.suppress(WorkerLost):
-                ignore_errors(on(host, _END_S).rpc_async(Host.abort, self.step))
-
-    def close(self) -> None:
-        """Ends the pipeline on all workers, and releases its stages; passes over lost workers."""
-        hosts, self.hosts = self.hosts, []
-        for host in hosts:
-            with contextlib.suppress(WorkerLost, TimeoutError):
-                on(host, _END_S).rpc_sync(Host.close)
-
-    # State by name
-
-    def held(self) -> dict[str, Held]:
-        """Returns the names of all weights and buffers, with their holders."""
+    def _held(self) -> dict[str, Held]:
+        """Returns the names of all weights, buffers and further state, with their holders."""
         found: dict[str, Held] = {}
         for row, its in enumerate(self.call_all(Host.forms)):
-            for name, form in its.items():
-                found.setdefault(name, Held(form, [])).rows.append(row)
+            for stage, name, form in its:
+                found.setdefault(name, Held(form, [])).places.append((row, stage))
         return found
+
+    def forms(self) -> dict[str, Form]:
+        """Returns the shape and type of each weight and buffer."""
+        return {name: held.form for name, held in self._held().items()}
+
+    def references(self) -> dict[str, Any]:
+        """Returns references to the state of all stages, as a tree for ``torchweft.checkpoint``.
+
+        Of several copies it has the first; ``spread`` gives its state to the others.
+        """
+        return self._tree({name: held.places[0] for name, held in self._held().items()})
+
+    def _tree(self, places: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        wanted: list[list[tuple[int, str]]] = [[] for _ in self.workers]
+        for name, (row, stage) in places.items():
+            wanted[row].append((stage, name))
+        tree: dict[str, Any] = {"weights": {}, "optimizer": {}}
+        for values, optimizer in self._call_each(Host.references, [(each,) for each in wanted]):
+            tree["weights"].update(values)
+            tree["optimizer"].update(optimizer)
+        return {key: entries for key, entries in tree.items() if entries}
 
     def move_from(self, old: Deployment) -> None:
         """Gives the stages the state of those of another deployment; worker to worker. Blocks.
@@ -327,45 +237,24 @@ class Deployment:
         Raises:
             ConfigurationError: They are not of the same model.
         """
-        sources = old.held()
-        targets = self.held()
-        check_same(_forms(sources), _forms(targets))
-        places: list[dict[int, list[str]]] = [{} for _ in self.workers]
-        for name, held in targets.items():
-            holders = sources[name].rows
-            for row in held.rows:
-                # From itself, if it can, else from the first holder.
-                own = [each for each in holders if old.workers[each] == self.workers[row]]
-                places[row].setdefault((own or holders)[0], []).append(name)
-        self._adopt(old, places)
+        check_same(old.forms(), self.forms())
+        self._copy(old.references(), self.references())
+        self.spread()
 
     def spread(self) -> None:
-        """Gives all replicas of a stage the state of the first."""
-        places: list[dict[int, list[str]]] = [{} for _ in self.workers]
-        for name, (_, (first, *others)) in self.held().items():
-            for row in others:
-                places[row].setdefault(first, []).append(name)
-        if any(places):
-            self._adopt(self, places)
+        """Gives all copies of a weight or buffer, and the optimizers, the state of the first."""
+        held = self._held()
+        for place in range(1, max((len(each.places) for each in held.values()), default=0)):
+            copied = {name: each for name, each in held.items() if len(each.places) > place}
+            self._copy(
+                self._tree({name: each.places[0] for name, each in copied.items()}),
+                self._tree({name: each.places[place] for name, each in copied.items()}),
+            )
 
-    def _adopt(self, origin: Deployment, places: Iterable[Mapping[int, list[str]]]) -> None:
+    def _copy(self, source: dict[str, Any], target: dict[str, Any]) -> None:
+        """Copies state; an optimizer may have none of a weight that was not trained there."""
         limit_s = self._settings.answer_s
-        asked = [[(origin.hosts[row], names) for row, names in each.items()] for each in places]
-        self.call_each(Host.adopt, [(each, limit_s) for each in asked])
-
-    def references(self) -> dict[str, Any]:
-        """Returns references to the state of all stages, as a tree for ``torchweft.checkpoint``.
-
-        Of replicas it has the first; after restoring, ``spread`` gives its state to the others.
-        """
-        firsts: list[list[str]] = [[] for _ in self.workers]
-        for name, held in self.held().items():
-            firsts[held.rows[0]].append(name)
-        tree: dict[str, Any] = {"weights": {}, "optimizer": {}}
-        for each in self.call_each(Host.references, [(names,) for names in firsts]):
-            tree["weights"].update(each.values)
-            tree["optimizer"].update(each.optimizer)
-        return {key: entries for key, entries in tree.items() if entries}
+        checkpoint.copy_state(source, target, strict=False, timeout=limit_s)
 
 
 def check_same(old: Mapping[str, Form], new: Mapping[str, Form]) -> None:
@@ -393,11 +282,9 @@ def check_same(old: Mapping[str, Form], new: Mapping[str, Form]) -> None:
             )
 
 
-def _forms(held: Mapping[str, Held]) -> dict[str, Form]:
-    return {name: each.form for name, each in held.items()}
-
-
-def _cancel(futures: Iterable[Future[Any]]) -> None:
-    """Gives up calls, so that their later errors are not reported as never looked at."""
-    for future in futures:
-        future.cancel()
+def _results(futures: Sequence[Future[Any]]) -> list[Any]:
+    try:
+        return [future.wait() for future in futures]
+    except BaseException:  # One failed, or Ctrl-C
+        cancel(futures)
+        raise

@@ -1,4 +1,4 @@
-"""One worker's part of a pipeline, as the driver and other workers call it.
+"""One worker's part of a pipeline, as the driver calls it.
 
 The driver holds a reference to the ``Host`` of each worker. Weights, and the state that the
 optimizer has of them, have names that are unique in the pipeline: so state moves to stages that are
@@ -27,7 +27,7 @@ from torchweft.pipeline.recording import Notes, WorkerNotes
 from torchweft.pipeline.runner import START, Assignment, Runner, Start
 from torchweft.pipeline.streaming import ENTER, Entry, Reports, StreamRunner
 from torchweft.probe import clock_id
-from torchweft.rpc import RRef, functions, on
+from torchweft.rpc import RRef, functions
 
 Inputs = Mapping[int, Mapping[int, Sequence[Any]]]
 """By stage and micro-batch, what the stage takes of the batch."""
@@ -49,28 +49,20 @@ class Form(NamedTuple):
         return cls(tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
-class Moved(NamedTuple):
-    """The state under one name, on its way to another worker.
+class Named(NamedTuple):
+    """A weight, a buffer, or further state of a module.
 
     Attributes:
-        value: The weight, buffer or further state of a module.
-        optimizer: The state that the optimizer has of the weight; None if there is none.
+        stage: The stage that has it. Several stages of a worker may have copies of one weight.
+        name: Its name in the pipeline.
+        value: The parameter, the tensor or the further state; not a copy.
+        owner: The module that has it.
     """
 
+    stage: int
+    name: str
     value: Any
-    optimizer: dict[str, Any] | None
-
-
-class References(NamedTuple):
-    """References to a worker's state, for a snapshot.
-
-    Attributes:
-        values: By name, its weights and buffers.
-        optimizer: By name of the weight, a ``WeightState``.
-    """
-
-    values: dict[str, RRef[Any]]
-    optimizer: dict[str, RRef[WeightState]]
+    owner: nn.Module
 
 
 class Host:
@@ -223,26 +215,23 @@ class Host:
         for number, stage in runner.stages.items():
             yield number, "" if runner.assignment.has_names else f"{number}.", stage.module
 
-    def _named(self) -> dict[str, Any]:
-        """Returns weights, buffers and further state of modules; nothing is copied."""
-        return {
-            prefix + name: value
-            for _, prefix, module in self._modules()
-            for name, value in module.state_dict(keep_vars=True).items()
-        }
+    def _named(self) -> Iterator[Named]:
+        """Yields weights, buffers and further state of all stages."""
+        for number, prefix, module in self._modules():
+            for name, value in module.state_dict(keep_vars=True).items():
+                owner = module.get_submodule(name.rpartition(".")[0])
+                yield Named(number, prefix + name, value, owner)
 
-    def _weights(self) -> dict[str, nn.Parameter]:
-        return {
-            name: value for name, value in self._named().items() if isinstance(value, nn.Parameter)
-        }
+    def _weights(self) -> list[Named]:
+        return [each for each in self._named() if isinstance(each.value, nn.Parameter)]
 
-    def forms(self) -> dict[str, Form]:
-        """Returns the names of weights and buffers, and their forms."""
-        return {name: Form.of(value) for name, value in self._named().items()}
+    def forms(self) -> list[tuple[int, str, Form]]:
+        """Returns the stage, the name and the form of each weight and buffer."""
+        return [(each.stage, each.name, Form.of(each.value)) for each in self._named()]
 
     def values(self) -> dict[str, Any]:
         """Returns the weights and buffers."""
-        return {name: _detached(value) for name, value in self._named().items()}
+        return {each.name: _detached(each.value) for each in self._named()}
 
     def set_values(self, state: Mapping[str, Any]) -> None:
         """Sets those of the weights and buffers that are in ``state``."""
@@ -251,47 +240,31 @@ class Host:
             changed = {name: state[prefix + name] for name in own if prefix + name in state}
             module.load_state_dict({**own, **changed})
 
-    def references(self, names: Sequence[str]) -> References:
-        """Returns references to some of the weights and buffers, and to the optimizer's state.
-
-        Raises:
-            ConfigurationError: A module has further state, which is no tensor.
-        """
-        found, weights, stepped = self._named(), self._weights(), self._stepped()
-        for name in names:
-            if not isinstance(found[name], Tensor):
-                raise ConfigurationError(
-                    f"{name!r} is {kind_of(found[name])}, further state of a module, which a "
-                    "snapshot of a pipeline cannot hold; keep it in a buffer, or in the program's "
-                    "own state"
-                )
-        optimizer = self._running.optimizer
-        return References(
-            {name: RRef(found[name].detach()) for name in names},
-            {
-                name: RRef(WeightState(optimizer, weights[name]))
-                for name in names
-                if optimizer is not None and weights.get(name) in stepped
-            },
-        )
-
-    def moved(self, names: Sequence[str]) -> dict[str, Moved]:
-        """Returns the state under these names."""
-        found, optimizer = self._named(), self.optimizer_state()
-        return {name: Moved(_detached(found[name]), optimizer.get(name)) for name in names}
-
-    def adopt(self, places: Sequence[tuple[RRef[Host], Sequence[str]]], limit_s: float) -> None:
-        """Takes over state from other workers, or of another pipeline.
+    def references(
+        self, places: Sequence[tuple[int, str]]
+    ) -> tuple[dict[str, RRef[Any]], dict[str, RRef[WeightState]]]:
+        """Returns references to some of the state, by name, for ``torchweft.checkpoint``.
 
         Args:
-            places: The hosts that have it, each with the names of which to ask it. What this one
-                changes must not be asked of it meanwhile.
-            limit_s: How long to wait for each answer.
+            places: The stages and names.
+
+        Returns:
+            The weights, buffers and further state; and the optimizer's state of each weight that it
+            steps.
         """
-        futures = [on(host, limit_s).rpc_async(Host.moved, names) for host, names in places]
-        found = {name: each for future in futures for name, each in future.wait().items()}
-        self.set_values({name: each.value for name, each in found.items()})
-        self._put_optimizer_state({name: each.optimizer for name, each in found.items()})
+        found = {(each.stage, each.name): each for each in self._named()}
+        optimizer, stepped = self._running.optimizer, self._stepped()
+        values: dict[str, RRef[Any]] = {}
+        states_of: dict[str, RRef[WeightState]] = {}
+        for stage, name in places:
+            _, _, value, owner = found[stage, name]
+            if not isinstance(value, Tensor):
+                values[name] = RRef(FurtherState(owner))
+                continue
+            values[name] = RRef(value.detach())
+            if optimizer is not None and value in stepped:
+                states_of[name] = RRef(WeightState(optimizer, value))
+        return values, states_of
 
     # The optimizer
 
@@ -331,14 +304,10 @@ class Host:
     def _described(self) -> dict[Tensor, list[Weight]]:
         """Returns each weight with its descriptions: one for each of its names."""
         found: dict[Tensor, list[Weight]] = {}
-        place = 0
-        for number, prefix, module in self._modules():
-            for name, value in module.state_dict(keep_vars=True).items():
-                if isinstance(value, nn.Parameter):
-                    form = Form.of(value)
-                    described = Weight(number, place, prefix + name, form.shape, form.dtype)
-                    found.setdefault(value, []).append(described)
-                    place += 1
+        for place, (stage, name, value, _) in enumerate(self._weights()):
+            form = Form.of(value)
+            described = Weight(stage, place, name, form.shape, form.dtype)
+            found.setdefault(value, []).append(described)
         return found
 
     def arrange(self, groups: Groups) -> None:
@@ -346,11 +315,13 @@ class Host:
         optimizer = self._running.optimizer
         if optimizer is None:
             return
-        own = self._weights()
+        own: dict[str, list[Tensor]] = {}
+        for each in self._weights():
+            own.setdefault(each.name, []).append(each.value)
         present = {frozenset(group["params"]): group for group in optimizer.param_groups}
         arranged, self._group_numbers = [], []
         for number, (options, names) in enumerate(groups):
-            weights = list(dict.fromkeys(own[name] for name in names if name in own))
+            weights = list(dict.fromkeys(each for name in names for each in own.get(name, ())))
             if not weights:
                 continue
             group = present.get(frozenset(weights), {"params": weights})
@@ -393,10 +364,9 @@ class Host:
         optimizer = self._running.optimizer
         if optimizer is None:
             return {}
+        known = optimizer.state
         return {
-            name: dict(optimizer.state[weight])
-            for name, weight in self._weights().items()
-            if weight in optimizer.state
+            each.name: dict(known[each.value]) for each in self._weights() if each.value in known
         }
 
     def misfits(self, state: Mapping[str, Any]) -> list[str]:
@@ -404,29 +374,25 @@ class Host:
         optimizer = self._running.optimizer
         if optimizer is None:
             return []
-        kind, present = type(optimizer), self.optimizer_state()
+        kind, known = type(optimizer), self.optimizer_state()
         return [
             text
-            for name, weight in self._weights().items()
+            for _, name, weight, _ in self._weights()
             if name in state
-            for text in states.misfits(name, weight.shape, state[name], kind, present.get(name))
+            for text in states.misfits(name, weight.shape, state[name], kind, known.get(name))
         ]
 
     def load_optimizer(self, groups: Groups, state: Mapping[str, Any]) -> None:
         """Replaces the groups and the state of the optimizer."""
         self.arrange(groups)
-        self._put_optimizer_state({name: state.get(name) for name in self._weights()})
+        optimizer, stepped = self._running.optimizer, self._stepped()
+        for each in self._weights():
+            if optimizer is not None and each.value in stepped:
+                WeightState(optimizer, each.value).put(state.get(each.name) or {})
 
     def _stepped(self) -> set[Tensor]:
         """Returns the weights that the optimizer steps."""
         return {weight for _, group in self._groups() for weight in group["params"]}
-
-    def _put_optimizer_state(self, state: Mapping[str, dict[str, Any] | None]) -> None:
-        """Replaces, or drops if None, the optimizer's state of some weights."""
-        optimizer, stepped = self._running.optimizer, self._stepped()
-        for name, weight in self._weights().items():
-            if optimizer is not None and name in state and weight in stepped:
-                WeightState(optimizer, weight).put(state[name] or {})
 
 
 def set_up(assignment: Assignment) -> RRef[Host]:
@@ -472,6 +438,25 @@ class WeightState:
         if state:
             placed = states.placed(self._optimizer, self._weight, state)
             self._optimizer.state[self._weight] = placed
+
+
+class FurtherState:
+    """The further state of a module, in the form that snapshots save and restore.
+
+    Args:
+        module: The module, which has ``get_extra_state`` and ``set_extra_state``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state."""
+        return {"state": self._module.get_extra_state()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Loads what ``state_dict`` of another returned."""
+        self._module.set_extra_state(saved["state"])
 
 
 def _check_known(weights: Sequence[Tensor], found: Mapping[Tensor, object]) -> None:

@@ -22,16 +22,14 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.extending import use_after
-from torchweft.pipeline.batches import check_untrained, uncut
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.host import Host
 from torchweft.pipeline.runner import OptimizerMaker
 from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
+from torchweft.pipeline.step import END_S, blame, check_untrained, uncut
 from torchweft.pipeline.streaming import Report, Reports
 from torchweft.pipeline.wiring import BATCH, Wiring, pick
 from torchweft.rpc import RRef, on
-
-_END_S = 5.0
 
 
 def short_table(schedule: SchedulePipeDream, n_workers: int) -> Table:
@@ -229,7 +227,7 @@ class Run:
         """
         for host in self._hosts if self._running else ():
             with contextlib.suppress(WorkerLost):
-                on(host, _END_S).rpc_async(Host.abort, self._number)
+                on(host, END_S).rpc_async(Host.abort, self._number)
         errors = []
         deadline_s = time.monotonic() + min(self._limit_s, threading.TIMEOUT_MAX)
         while self._running:
@@ -277,10 +275,3 @@ def _pair(found: Any, number: int) -> tuple[Any, Any]:
     for value, name in zip(found, ("the batch", "the target"), strict=True):
         check_untrained(value, name)
     return uncut(found[0]), uncut(found[1])
-
-
-def blame(error: Exception) -> int:
-    """Orders the errors of a step: the one that explains the others first."""
-    if isinstance(error, WorkerLost):
-        return 0
-    return 1 if not isinstance(error, PipelineError) or error.stage >= 0 else 2

@@ -11,9 +11,10 @@ from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.optim import states
 from torchweft.optim.states import Options, changed_options, check_members, copied_options
 from torchweft.pipeline import groups as grouping
-from torchweft.pipeline.deployment import Deployment, Dropping
+from torchweft.pipeline.deployment import Deployment
 from torchweft.pipeline.groups import Group, Made, Weight
 from torchweft.pipeline.host import Host
+from torchweft.pipeline.step import Dropping
 
 
 class PipeWeight:

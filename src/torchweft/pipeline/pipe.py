@@ -19,11 +19,10 @@ from torchweft.errors import ConfigurationError
 from torchweft.extending import this_worker
 from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
 from torchweft.optim.states import Moved
-from torchweft.pipeline.batches import TrainingBatches, check_untrained, cut_batch, joined
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
-from torchweft.pipeline.deployment import Deployment, Dropping, Layout, Schedules, check_same
+from torchweft.pipeline.deployment import Deployment, Layout, Schedules, check_same
 from torchweft.pipeline.groups import Group
 from torchweft.pipeline.host import Form, Host
 from torchweft.pipeline.minibatches import Run, iterator_of
@@ -31,6 +30,14 @@ from torchweft.pipeline.optimizer import PipeOptimizer, SavedGroups
 from torchweft.pipeline.recording import Recording, WorkerNotes
 from torchweft.pipeline.runner import WAIT_S, OptimizerMaker, Settings
 from torchweft.pipeline.schedules import Table
+from torchweft.pipeline.step import (
+    Dropping,
+    PassedWeights,
+    RepeatedTensors,
+    check_untrained,
+    cut_batch,
+    joined,
+)
 from torchweft.pipeline.wiring import Wiring
 from torchweft.rpc import UNSET_RPC_TIMEOUT
 
@@ -123,7 +130,8 @@ class Pipe(Closing):
         self._mode: bool | None = None
         self._is_recorded = self._is_running = False
         self._dropping = Dropping()
-        self._batches, self._targets = TrainingBatches("the batch"), TrainingBatches("the target")
+        self._batches, self._targets = RepeatedTensors("the batch"), RepeatedTensors("the target")
+        self._passed = PassedWeights()
         self._losses: weakref.ref[Generator[Tensor, None, None]] | None = None
         self._optimizer: PipeOptimizer | None = None
         self._moved = Moved(
@@ -149,7 +157,9 @@ class Pipe(Closing):
             check_stages(found, example, layout.table.n_microbatches)
         deployment = Deployment(layout, found, self._settings)
         modules = [each for each in found.sources if isinstance(each, nn.Module)]
-        self._moved.add(weight for each in modules for weight in each.parameters())
+        weights = [weight for each in modules for weight in each.parameters()]
+        self._moved.add(weights)
+        self._passed.add(weights)
         return deployment
 
     @property
@@ -190,8 +200,8 @@ class Pipe(Closing):
             NotFinite: With ``check_finite``, values became NaN or infinite.
             WorkerLost: A worker was lost; the pipeline cannot go on.
         """
-        self._batches.warn_of_same(batch)
-        self._targets.warn_of_same(target)
+        self._batches.warn_once(batch)
+        self._targets.warn_once(target)
         return self.step_as_given(batch, target)
 
     def step_as_given(self, batch: Any, target: Any) -> Tensor:
@@ -201,12 +211,12 @@ class Pipe(Closing):
         self._check_idle()
         check_untrained(batch, "the batch")
         check_untrained(target, "the target")
-        self._moved.warn_of_changes("call pipe.repartition(model) to have the stages follow")
+        self._passed.warn_of_changes()
         count = self.table.n_microbatches
         batches, targets = cut_batch(batch, count), cut_batch(target, count, "the target")
         zero_grad = self._dropping.take()
         try:
-            losses = self._deployment.run_once(True, zero_grad, batches, targets)
+            losses = self._deployment.steps.run(True, zero_grad, batches, targets)
         except BaseException:
             self._dropping.want(zero_grad)
             raise
@@ -248,10 +258,11 @@ class Pipe(Closing):
     def _stream(self, source: Iterator[Any]) -> Generator[Tensor, None, None]:
         self._check_idle()
         placed = self._deployment
-        placed.step += 1
+        placed.steps.number += 1
         self._is_running = True
         wiring, limit_s = self.stages.wiring, self._settings.limit_s
-        run = Run(placed.step, placed.open_hosts(), self.table, wiring, limit_s)
+        hosts = placed.steps.open_hosts()
+        run = Run(placed.steps.number, hosts, self.table, wiring, limit_s)
         try:
             yield from run.losses(source)
         finally:
@@ -282,7 +293,7 @@ class Pipe(Closing):
         """
         self._check_idle()
         batches = cut_batch(batch, self.table.n_microbatches)
-        results = self._deployment.run_once(False, None, batches, [])
+        results = self._deployment.steps.run(False, None, batches, [])
         parts = sorted(pair for pair in itertools.chain(*results))
         return joined([output for _, output in parts])
 
@@ -394,7 +405,7 @@ class Pipe(Closing):
         self._check_idle()
         placed = self._deployment
         given = {name: Form.of(value) for name, value in state.items()}
-        check_same(given, {name: held.form for name, held in placed.held().items()})
+        check_same(given, placed.forms())
         placed.call_all(Host.set_values, dict(state))
 
     # Moving and saving
