@@ -1,7 +1,6 @@
 """Pipeline parallelism: a model cut into stages, micro-batches on their way through them."""
 
-from torchweft.pipeline.checking import check_stages
-from torchweft.pipeline.cutting import Stages, cut_by_plan, cut_evenly, cut_sequential
+from torchweft.pipeline.cutting import Stages, check_stages, cut_by_plan, cut_evenly, cut_sequential
 from torchweft.pipeline.errors import CutError, NotFinite, StageMismatch
 from torchweft.pipeline.optimizer import PipeOptimizer
 from torchweft.pipeline.pipe import Pipe

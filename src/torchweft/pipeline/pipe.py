@@ -19,9 +19,8 @@ from torchweft.errors import ConfigurationError
 from torchweft.extending import this_worker
 from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
 from torchweft.optim.states import Moved
-from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Tie
-from torchweft.pipeline.cutting import Stages, StageSource, stages_of
+from torchweft.pipeline.cutting import Stages, StageSource, check_stages, stages_of
 from torchweft.pipeline.deployment import Deployment, Layout, Schedules, check_same
 from torchweft.pipeline.groups import Group
 from torchweft.pipeline.host import Form, Host

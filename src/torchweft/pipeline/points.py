@@ -14,8 +14,7 @@ from torch.utils import _pytree
 
 from torchweft.arguments import did_you_mean, kind_of, wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.pipeline.checking import check_like_model
-from torchweft.pipeline.cutting import Stages, cut_evenly, find_ties
+from torchweft.pipeline.cutting import Stages, check_like_model, cut_evenly, find_ties
 from torchweft.pipeline.errors import CutError
 from torchweft.pipeline.partition import Profile
 from torchweft.pipeline.tracing import (

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from torchweft.pipeline.errors import DoesNotFit, PartitionError
-from torchweft.pipeline.partition.costs import Cluster, Costs, Execution, Profile, StageCost
-from torchweft.pipeline.partition.text import (
+from torchweft.pipeline.partition.costs import (
+    Cluster,
+    Costs,
+    Execution,
+    Profile,
+    StageCost,
     aligned,
     bytes_text,
     layers_text,

@@ -12,7 +12,6 @@ where it has one.
 """
 
 from torchweft.pipeline.errors import CellError, ScheduleError, TableError
-from torchweft.pipeline.schedules.checks import check
 from torchweft.pipeline.schedules.pipedream import SchedulePipeDream, Versions, versions_of
 from torchweft.pipeline.schedules.synchronous import (
     Placement,
@@ -27,7 +26,7 @@ from torchweft.pipeline.schedules.synchronous import (
     ScheduleZBH1,
     ScheduleZBVZeroBubble,
 )
-from torchweft.pipeline.schedules.table import Action, Kind, Span, Table, Weights
+from torchweft.pipeline.schedules.table import Action, Kind, Span, Table, Weights, check
 from torchweft.pipeline.schedules.timeline import Costs, Timeline, predict
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Tests the input of the planner, and its formulas."""
+"""Tests the cost model and its texts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.thorough import share
 from torchweft.pipeline.partition import Cluster, LayerProfile, PartitionError, Plan, Profile
+from torchweft.pipeline.partition.costs import bytes_text, layers_text, seconds_text
 
 
 def played_through(kind: str, forward: list[float], backward: list[float], count: int) -> float:
@@ -169,3 +170,39 @@ def test_a_profile_has_layers_and_a_batch() -> None:
 def test_optimizer_state_is_rounded_up() -> None:
     assert LayerProfile("a", 0, 0, 0, 0, 5, optimizer_ratio=0.5).optimizer_bytes == 3
     assert LayerProfile("a", 0, 0, 0, 0, 5).optimizer_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0"),
+        (3.14159e-9, "3.14 ns"),
+        (0.0123, "12.3 ms"),
+        (0.99949, "999 ms"),
+        (0.9996, "1.00 s"),
+        (9.996, "10.0 s"),
+        (45678.9, "45679 s"),
+    ],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (10 * 2**20 - 1, "10.0 MiB"),
+        (2**60, "1024 PiB"),
+    ],
+)
+def test_bytes(size: int, text: str) -> None:
+    assert bytes_text(size) == text
+
+
+def test_layers() -> None:
+    assert layers_text(range(2, 3), ["conv"]) == "2 conv"
+    assert layers_text(range(2, 5), ["conv", "relu", "pool"]) == "2-4 conv … pool"
+    assert layers_text(range(2, 5), []) == "2-4"

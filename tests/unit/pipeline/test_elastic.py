@@ -15,8 +15,9 @@ from torchweft.pipeline.elastic import (
     FreezeFraction,
     Freezing,
     Samples,
+    choose_length,
+    largest_part,
 )
-from torchweft.pipeline.elastic.epochs import choose_length, largest_part
 
 
 def frozen_after(rule: Freezing, epochs: int, norms: list[float]) -> list[int]:

@@ -11,13 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.errors import ConfigurationError
-from torchweft.pipeline.elastic import activations
-from torchweft.pipeline.elastic.activations import (
-    NOWHERE,
-    ActivationStore,
-    FrontMaker,
-    FrozenFront,
-)
+from torchweft.pipeline import activations
+from torchweft.pipeline.activations import NOWHERE, ActivationStore, FrontMaker, FrozenFront
 
 
 class Split(nn.Module):
