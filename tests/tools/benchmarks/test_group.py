@@ -14,12 +14,10 @@ from benchmarks.frame.measuring import measure
 from benchmarks.frame.placement import placements
 from benchmarks.frame.run import parse_options
 from tests.tools.benchmarks.example.question import (
-    ALONE,
     ASK,
     BROKEN,
     ECHO,
     END,
-    ENVIRONMENT,
     QUESTION,
 )
 
@@ -49,12 +47,6 @@ def test_side_stands_still_except_while_it_is_measured(group: Group) -> None:
     # Two connections are asked in one run, so five operations take three runs.
     assert (len(measured.values), measured.operations) == (3, 2)
     assert measured.cpu_s > 0
-
-
-def test_processes_end_with_the_block() -> None:
-    with started_group(QUESTION, ECHO, ANYWHERE) as started:
-        pids = started.pids
-    assert not any(map(is_running, pids))
 
 
 def test_processes_end_when_the_block_raises() -> None:
@@ -95,12 +87,6 @@ def test_side_that_cannot_start_tells_its_error() -> None:
         started_group(QUESTION, BROKEN, ANYWHERE).__enter__()
 
 
-def test_environment_of_a_side_reaches_its_process() -> None:
-    with started_group(QUESTION, ALONE, ANYWHERE) as alone:
-        assert len(alone.pids) == 1
-        alone.measure(ENVIRONMENT, 1)
-
-
 def test_rounds_alternate_and_failures_do_not_end_the_others() -> None:
     options = parse_options(QUESTION, ["--rounds", "2", "--works", "ask", "end"])
     rounds = measure(QUESTION, options, ANYWHERE)
@@ -112,14 +98,6 @@ def test_rounds_alternate_and_failures_do_not_end_the_others() -> None:
         "side broken: a process has ended",
         "end: side echo: a process has ended",
     ]
-
-
-def test_row_is_measured_in_a_group_of_its_own_size() -> None:
-    options = parse_options(QUESTION, ["--rounds", "1", "--works", "ask", "pair"])
-    rounds = measure(QUESTION, options, ANYWHERE)
-    # One run asks every other worker: two in a group of three, one in a group of two.
-    assert [rounds["echo", name][0].operations for name in ("ask", "pair")] == [2, 1]
-    assert not options.failures
 
 
 def test_row_whose_sides_tell_other_numbers_is_not_measured() -> None:

@@ -7,7 +7,6 @@ import pytest
 from benchmarks.__main__ import possible, questions
 from benchmarks.frame import Question
 from benchmarks.frame.run import parse_options
-from benchmarks.frame.units import number
 
 QUESTIONS = questions()
 
@@ -15,11 +14,6 @@ QUESTIONS = questions()
 @pytest.fixture(params=QUESTIONS)
 def question(request: pytest.FixtureRequest) -> Question:
     return QUESTIONS[request.param]
-
-
-def test_folders_are_found_by_name() -> None:
-    assert {"calls", "scale"} <= set(QUESTIONS)
-    assert all(question.name == name for name, question in QUESTIONS.items())
 
 
 def test_rows_have_names_of_their_own(question: Question) -> None:
@@ -51,31 +45,3 @@ def test_a_question_is_left_out_where_it_cannot_be_answered(
     found = {"here": calls, "absent": dataclasses.replace(calls, is_possible=lambda: False)}
     assert possible(found) == ["here"]
     assert "skipping absent" in capsys.readouterr().err
-
-
-def test_options_replace_what_the_form_says() -> None:
-    options = parse_options(
-        QUESTIONS["calls"],
-        ["--short", "--works", "operator", "--rounds", "2", "--scale", "3", "--sides", "weft"],
-    )
-    assert [row.name for row in options.rows] == ["operator"]
-    assert [side.name for side in options.sides] == ["weft"]
-    assert (options.rounds, options.scale) == (2, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (12345.6, "12,346"),
-        (123.4, "123"),
-        (12.34, "12.3"),
-        (12.0, "12"),
-        (1.234, "1.23"),
-        (1.0, "1"),
-        (0.123, "0.12"),
-        (0.01234, "0.012"),
-        (0.0, "0"),
-    ],
-)
-def test_numbers_have_about_three_digits(value: float, text: str) -> None:
-    assert number(value) == text

@@ -21,10 +21,6 @@ def test_list_is_written_and_read(tmp_path: Path) -> None:
     assert Baseline.read(path) == Baseline("2.13.0", tests)
 
 
-def test_no_list_expects_nothing(tmp_path: Path) -> None:
-    assert Baseline.read(tmp_path / "expected.csv") == Baseline("", {})
-
-
 def test_an_outcome_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "expected.csv"
     Baseline("2.13.0", {case("test_add"): Expected("pass")}).write(path)

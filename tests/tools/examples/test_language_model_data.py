@@ -6,32 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from data import (
-    UNKNOWN,
     UnusableText,
-    encode,
     load_corpus,
-    make_vocabulary,
     read_text,
     split_held_out,
-    split_words,
-    to_columns,
     unigram_perplexity,
-    without_repeats,
 )
 
 
 def load(path: Path | None, *, batch: int = 2, window: int = 4) -> object:
     return load_corpus(path, trainers=2, batch=batch, window=window, vocabulary_limit=50)
-
-
-def test_words_and_runs_of_one_mark_are_cut_apart() -> None:
-    assert split_words("A rule:\n-----\n(x**2), x_1.") == (
-        ["A", "rule", ":", "-----", "(", "x", "**", "2", ")", ",", "x_1", "."]
-    )
-
-
-def test_a_paragraph_that_comes_again_is_kept_where_it_was_first() -> None:
-    assert without_repeats("one\ntwo\n\nthree\n \none two\n\nfour") == "one\ntwo\n\nthree\n\nfour"
 
 
 def test_every_tenth_stretch_is_held_out_and_nothing_is_lost() -> None:
@@ -41,39 +25,11 @@ def test_every_tenth_stretch_is_held_out_and_nothing_is_lost() -> None:
     assert sorted(training + held_out, key=int) == words
 
 
-def test_a_short_text_is_held_out_by_its_tenth() -> None:
-    training, held_out = split_held_out([str(number) for number in range(200)])
-    assert held_out == [str(number) for number in range(180, 200)]
-    assert len(training) == 180
-
-
-def test_the_vocabulary_holds_the_most_frequent_words_that_occur_twice() -> None:
-    words = "a a a b b c c d".split()
-    assert make_vocabulary(words, limit=10) == [UNKNOWN, "a", "b", "c"]
-    assert make_vocabulary(words, limit=3) == [UNKNOWN, "a", "b"]
-
-
-def test_words_outside_the_vocabulary_become_the_unknown_word() -> None:
-    assert encode(["b", "zebra", "a"], [UNKNOWN, "a", "b"]).tolist() == [2, 0, 1]
-
-
-def test_columns_are_read_downwards() -> None:
-    assert to_columns(torch.arange(7), 2).tolist() == [[0, 3], [1, 4], [2, 5]]
-
-
 def test_unigram_perplexity_equals_the_hand_computation() -> None:
     training = torch.tensor([[0, 1], [1, 1]])  # counts 1, 3, 0; add one: 2/7, 4/7, 1/7
     predicted = torch.tensor([[1], [2]])
     expected = 1 / math.sqrt(4 / 7 * 1 / 7)
     assert unigram_perplexity(training, predicted, 3) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_text_of_python_itself_is_large_enough() -> None:
-    corpus = load_corpus(None, trainers=2, batch=16, window=32, vocabulary_limit=4000)
-    assert corpus.training.shape[1] == 32
-    assert corpus.training.numel() > 50_000
-    assert int(corpus.training.max()) < len(corpus.words) <= 4000
-    assert 100 < corpus.unigram_perplexity() < 1000
 
 
 def test_no_stretch_of_held_out_text_was_trained_on() -> None:

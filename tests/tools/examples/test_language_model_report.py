@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import io
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,10 @@ from report import (
     HeldOutPoint,
     History,
     activation_bytes,
-    draw_picture,
     lstm_bytes,
     make_figures,
-    print_table,
-    smooth_curve,
     write_figures,
 )
-from rich.console import Console
 from settings import Settings
 from synchronous import StepReport
 
@@ -83,28 +77,6 @@ def test_measured_bytes_stand_beside_the_formulas(figures: dict[str, Any]) -> No
     assert activation_bytes(2, 3, 12) == 576
 
 
-def test_the_size_of_an_lstm_is_that_of_its_parameters() -> None:
-    parameters = sum(parameter.numel() for parameter in torch.nn.LSTM(5, 7).parameters())
-    assert lstm_bytes(5, 7) == 2 * 4 * parameters
-
-
-def test_the_table_shows_both_perplexities_and_both_formulas(figures: dict[str, Any]) -> None:
-    output = io.StringIO()
-    print_table(Console(file=output, width=100), figures)
-    text = output.getvalue()
-    for part in ("2.5", "39.0", "1.00 kB", "576 B", "720 B", "+73.6%"):
-        assert part in text
-
-
-@pytest.mark.keeps("descriptors")  # matplotlib keeps used fonts open
-def test_a_picture_is_drawn(figures: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib")
-    path = tmp_path / "loss.png"
-    draw_picture(figures, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 10_000
-
-
 def test_a_history_goes_on_where_it_was_saved() -> None:
     history = make_history()
     again = History.from_state(history.state())
@@ -114,8 +86,3 @@ def test_a_history_goes_on_where_it_was_saved() -> None:
     again.add_step(StepReport([0.0, 0.0], [Traffic(5, 5, {"model": 10})] * 2, 0.5))
     assert not again.is_tested()
     assert again.bytes_per_step("model") == 10  # steps since then, not of the earlier run
-
-
-def test_smoothing_starts_with_the_mean_of_what_there_is() -> None:
-    assert smooth_curve([4.0, 2.0, 0.0]) == pytest.approx([4.0, 3.0, 2.0])
-    assert math.isclose(smooth_curve([1.0] * 100)[-1], 1.0)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from command import ITERATIONS, TASKS, parse_options
+from command import parse_options
 from digits import HELD_OUT, TRAINED, Digits, images_by_digit
-from maml import Problem, inner_step, make_tasks, query_loss, query_scores
-from sinusoid import LEFT, RIGHT, Sinusoids
+from maml import Problem, make_tasks, query_loss
+from sinusoid import Sinusoids
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -60,22 +59,6 @@ def test_gradients_are_those_of_a_loop(problem: Problem, first_order: bool) -> N
     assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_the_second_order_is_the_derivative() -> None:
-    problem = PROBLEMS[0]
-    model = network(problem)
-    gradient = gradients_of(query_loss(model, SEEDS, problem, first_order=False), model)
-    direction = torch.randn(len(gradient), dtype=torch.float64)
-    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-
-    def loss_at(distance: float) -> Tensor:
-        moved = weights + distance * direction
-        torch.nn.utils.vector_to_parameters(moved, model.parameters())
-        return query_loss(model, SEEDS, problem, first_order=False).detach()
-
-    difference = (loss_at(1e-5) - loss_at(-1e-5)) / 2e-5
-    assert torch.allclose(gradient @ direction, difference, rtol=1e-6)
-
-
 @each_problem
 def test_a_task_is_the_same_wherever_it_is_made(problem: Problem) -> None:
     model = network(problem)
@@ -84,27 +67,6 @@ def test_a_task_is_the_same_wherever_it_is_made(problem: Problem) -> None:
         alone = make_tasks(problem, seed.view(1), model)
         assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, together, strict=True))
     assert not torch.equal(together.support_x[0], together.support_x[1])
-
-
-@each_problem
-def test_scores_begin_with_what_the_network_makes_of_the_query(problem: Problem) -> None:
-    model = network(problem)
-    scores = query_scores(model, SEEDS, problem, steps=2)
-    assert scores.shape == (3, 3)
-    assert not scores.requires_grad
-    task = make_tasks(problem, SEEDS, model)
-    first = problem.score(model(task.query_x[0]), task.query_y[0])
-    assert torch.allclose(scores[0, 0], first)
-
-
-def test_waves_are_in_their_range() -> None:
-    problem = Sinusoids()
-    for seed in range(50):
-        task = problem.make_task(seed)
-        assert task.support_x.shape == task.query_y.shape == (10, 1)
-        assert LEFT <= float(task.support_x.min()) <= float(task.support_x.max()) <= RIGHT
-        assert float(task.query_y.abs().max()) <= 5
-        assert torch.allclose(problem.make_curve(seed, task.query_x), task.query_y)
 
 
 def test_held_out_digits_are_in_no_task_of_the_training() -> None:
@@ -116,36 +78,6 @@ def test_held_out_digits_are_in_no_task_of_the_training() -> None:
         assert all(image.numpy().tobytes() in known for image in task.query_x)
         tested = replace(problem, classes=HELD_OUT).make_task(seed)
         assert not any(image.numpy().tobytes() in known for image in tested.query_x)
-
-
-def test_a_task_of_digits_has_each_of_them_as_often() -> None:
-    task = Digits().make_task(5)
-    assert task.support_y.tolist() == [0, 1, 2]
-    assert task.query_y.bincount().tolist() == [5, 5, 5]
-    assert task.support_x.shape == (3, 1, 8, 8)
-
-
-def test_a_step_goes_down() -> None:
-    problem = Sinusoids()
-    model = network(problem)
-    task = problem.make_task(1)
-    doubles = type(task)(*(tensor.double() for tensor in task))
-    before = dict(model.named_parameters())
-    after = inner_step(model, before, doubles, problem, first_order=True)
-
-    def loss_of(parameters: dict[str, Tensor]) -> Tensor:
-        output = functional_call(model, parameters, doubles.support_x)
-        return problem.loss(output, doubles.support_y)
-
-    assert loss_of(after) < loss_of(before)
-
-
-def test_options_have_the_defaults_of_their_problem() -> None:
-    options = parse_options(["digits", "--first-order", "--out", "x"])
-    assert options.schedule.iterations == ITERATIONS["digits"]
-    assert options.schedule.tasks == TASKS["digits"]
-    assert options.schedule.first_order
-    assert (options.workers, options.out) == (2, Path("x"))
 
 
 @pytest.mark.parametrize(

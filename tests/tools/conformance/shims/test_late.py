@@ -1,24 +1,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from tests.conformance.shims.late import Late
 from torchweft.errors import NotInitialized
-
-
-def test_actions_run_in_the_order_of_their_time() -> None:
-    done: list[str] = []
-    finished = threading.Event()
-    late = Late("late")
-    began_s = time.monotonic()
-    late.add(0.06, finished.set)
-    late.add(0.03, lambda: done.append("second"))
-    late.add(0.0, lambda: done.append("first"))
-    assert finished.wait(5)
-    assert time.monotonic() - began_s >= 0.06
-    assert done == ["first", "second"]
-    late.close()
 
 
 def test_an_action_for_a_worker_that_has_left_is_of_no_use() -> None:

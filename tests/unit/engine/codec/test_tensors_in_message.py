@@ -38,6 +38,7 @@ from torchweft.errors import ProtocolError, SerializationError
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("twin")]
 
 HEAD_BYTES = 7
+KIB = 1024
 
 
 def encoded(tensors: Sequence[Tensor]) -> bytes:
@@ -62,7 +63,7 @@ REFUSED: dict[str, Callable[[], list[Tensor]]] = {
         torch.zeros(codec.FURTHER_BYTES * 4, dtype=torch.uint8) for _ in range(20)
     ],
     "too large with their heads": lambda: [
-        torch.zeros(1, dtype=torch.uint8) for _ in range(codec.MESSAGE_LIMIT_BYTES // 16 + 1)
+        torch.zeros(KIB, dtype=torch.uint8) for _ in range(codec.MESSAGE_LIMIT_BYTES // KIB - 1)
     ],
 }
 
@@ -220,7 +221,7 @@ def test_malformed_bytes_are_a_protocol_error(kind: str) -> None:
 
 
 def test_more_bytes_than_are_ever_sent_this_way_are_refused_unread() -> None:
-    one = entry(BOOL, 0, (0,), b"")
+    one = entry(BOOL, 0, (1000,), bytes(1000))
     many = one * (codec.MESSAGE_LIMIT_BYTES // len(one))
     assert len(decode_tensors(b"head" + many, 4)[0]) == codec.MESSAGE_LIMIT_BYTES // len(one)
     with pytest.raises(ProtocolError, match="bytes"):

@@ -1,9 +1,10 @@
-"""Open calls: a caller that gives up tells the callee, and nested calls end with their parent."""
+"""Open calls that end while their request is made, and waits with any time limit."""
 
 from __future__ import annotations
 
 import math
 import queue
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from torchweft.engine.wire.frames import Frame, encode_frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.engine.worker.peers import Peer
-from torchweft.errors import CallCancelled, CallTimeout
+from torchweft.errors import CallCancelled
 
 LIMIT_S = 20.0
 
@@ -78,53 +79,6 @@ def new_parent(member: Member, number: int = 1) -> ServedCall:
     return ServedCall(member.agent.peers[1], Frame(Kind.CALL, 0, number, b"", ()), 0.0)
 
 
-def test_who_is_called_is_told_that_the_call_is_given_up(pair: tuple[Member, Callee]) -> None:
-    first, callee = pair
-    given_up, kept = ask(first, 1), ask(first, 1)
-    served = [callee.next(), callee.next()]
-    assert first.agent.calls.cancel(given_up, CallCancelled("given up"))
-    (meant,) = [call for call in served if call.number == given_up.number]
-    callee.until_cancelled(meant)
-    (other,) = [call for call in served if call is not meant]
-    assert not other.was_cancelled
-    assert not kept.is_done
-    assert first.agent.calls.cancel(kept, CallCancelled("given up, too"))
-
-
-def test_who_is_called_is_told_that_the_time_is_up(pair: tuple[Member, Callee]) -> None:
-    first, callee = pair
-    call = ask(first, 1, timeout_s=0.5)  # A call whose time is up before it comes does not begin.
-    callee.until_cancelled(callee.next())
-    first.agent.calls.wait(call)
-    assert isinstance(call.error, CallTimeout)
-
-
-def test_calls_to_oneself_are_given_up_too() -> None:
-    with group_of(1) as (member,):
-        callee = Callee(member)
-        member.start()
-        call = ask(member, 0)
-        served = callee.next()
-        assert member.agent.calls.cancel(call, CallCancelled("given up"))
-        callee.until_cancelled(served)
-
-
-def test_what_is_nested_is_given_up_with_its_parent(pair: tuple[Member, Callee]) -> None:
-    first, callee = pair
-    parent, other = new_parent(first, 1), new_parent(first, 2)
-    nested = [ask(first, 1, parent=parent) for _ in range(3)]
-    others = [ask(first, 1), ask(first, 1, parent=other)]
-    served = {call.number: call for call in [callee.next() for _ in range(5)]}
-    first.agent.calls.cancel_nested({parent})
-    for call in nested:
-        first.agent.calls.wait(call)
-        assert isinstance(call.error, CallCancelled)
-        callee.until_cancelled(served[call.number])
-    assert not any(call.is_done for call in others)
-    assert not any(served[call.number].was_cancelled for call in others)
-    assert len(first.agent.calls) == 2
-
-
 def test_what_is_asked_just_after_its_parent_was_cancelled_ends_at_once(
     pair: tuple[Member, Callee],
 ) -> None:
@@ -171,3 +125,18 @@ def test_what_ends_while_its_request_is_made_is_cancelled_at_its_callee(
     first.agent.calls.ask(peer, call, SimpleRequest(message))
     assert isinstance(call.error, CallCancelled)
     callee.until_cancelled(callee.next())
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e30, threading.TIMEOUT_MAX + 1, LIMIT_S])
+def test_all_who_wait_are_woken(timeout_s: float) -> None:
+    call = PendingCall(1, "callee", "module:function", math.inf)
+    outcomes: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: outcomes.append(call.wait(timeout_s))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    call.finish()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert outcomes == [True] * 4

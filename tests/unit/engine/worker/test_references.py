@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import gc
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,14 +9,9 @@ import pytest
 from tests.unit.engine.worker.group import Member, group_of
 from torchweft import knobs
 from torchweft.engine.worker.references import OwnedValue
-from torchweft.errors import OwnerLost, ReferenceGone
 from torchweft.ids import ReferenceId
 
 LIMIT_S = 20.0
-
-
-class Value:
-    """A value whose deletion a weak reference can observe."""
 
 
 def await_true(claim: Callable[[], bool]) -> None:
@@ -42,20 +35,6 @@ def hand_on(giver: Member, taker: Member, reference: ReferenceId) -> bool:
     """Hands a reference on, as a message that contains it does."""
     handed = giver.references.hand_on(reference, giver.peer(taker))
     return taker.references.received(handed, taker.peer(giver))
-
-
-def test_an_owned_value_is_ready_once_and_calls_back_once() -> None:
-    owned, told = OwnedValue(), []
-    owned.when_ready(told.append)
-    assert not owned.is_ready
-    assert not owned.wait(0.0)
-    owned.resolve(1)
-    owned.resolve(2, ValueError())
-    assert owned.is_ready
-    assert owned.wait(math.inf)
-    assert (owned.value, owned.error) == (1, None)
-    owned.when_ready(told.append)
-    assert told == [owned, owned]
 
 
 def test_who_waits_for_a_value_may_give_up() -> None:
@@ -83,49 +62,6 @@ def test_who_blocks_for_a_value_is_let_go_and_nobody_is_called_back() -> None:
     assert (made.value, made.error) == (1, None)
 
 
-def test_a_value_ends_with_its_last_handle(trio: list[Member]) -> None:
-    keeper = trio[0].references
-    value = Value()
-    end = weakref.ref(value)
-    reference = keeper.own(value)
-    del value
-    assert keeper.value_of(reference).value is end()
-    assert keeper.counts() == {"owned": 1, "held": 0}
-    keeper.end_handle(reference)
-    await_true(lambda: keeper.counts()["owned"] == 0)
-    gc.collect()
-    assert end() is None
-    with pytest.raises(ReferenceGone, match="keep a reference"):
-        keeper.value_of(reference)
-
-
-def test_a_value_lives_while_another_worker_holds_it(trio: list[Member]) -> None:
-    owner, user, another = trio
-    reference = owner.references.own("value")
-    assert hand_on(owner, user, reference)
-    owner.references.end_handle(reference)
-    await_true(lambda: user.references.is_confirmed(reference))
-    assert hand_on(user, another, reference)
-    user.references.end_handle(reference)
-    await_true(lambda: another.references.is_confirmed(reference))
-    assert owner.references.value_of(reference).value == "value"
-    another.references.end_handle(reference)
-    await_true(lambda: owner.references.counts()["owned"] == 0)
-    await_true(lambda: all(member.references.is_settled() for member in trio))
-
-
-def test_a_value_that_another_worker_asked_for(trio: list[Member]) -> None:
-    owner, user, _ = trio
-    reference = user.references.creating(user.peer(owner))
-    early = owner.references.value_of(reference)
-    owned = owner.references.created(reference)
-    assert owned is early
-    owned.resolve("made")
-    assert owner.references.value_of(reference).value == "made"
-    user.references.end_handle(reference)
-    await_true(lambda: owner.references.counts()["owned"] == 0)
-
-
 def test_a_creation_that_was_taken_back_leaves_nothing(trio: list[Member]) -> None:
     owner, user, _ = trio
     reference = user.references.creating(user.peer(owner))
@@ -134,35 +70,6 @@ def test_a_creation_that_was_taken_back_leaves_nothing(trio: list[Member]) -> No
     await_true(lambda: user.references.counts()["held"] == 0)
     await_true(lambda: all(member.references.is_settled() for member in trio))
     assert [member.references.report_leaks() for member in trio] == [[], [], []]
-
-
-def test_users_of_a_lost_owner_are_told(trio: list[Member]) -> None:
-    owner, user, _ = trio
-    reference = owner.references.own("value")
-    hand_on(owner, user, reference)
-    await_true(lambda: user.references.is_confirmed(reference))
-    user.agent.lose(user.peer(owner), "killed")
-
-    def is_told() -> bool:
-        try:
-            user.references.check_alive(reference)
-        except OwnerLost:
-            return True
-        return False
-
-    await_true(is_told)
-    with pytest.raises(OwnerLost, match="worker0"):
-        user.references.check_alive(reference)
-
-
-def test_a_lost_user_holds_nothing_any_more(trio: list[Member]) -> None:
-    owner, user, _ = trio
-    reference = owner.references.own("value")
-    hand_on(owner, user, reference)
-    owner.references.end_handle(reference)
-    await_true(lambda: user.references.is_confirmed(reference))
-    owner.agent.lose(owner.peer(user), "killed")
-    await_true(lambda: owner.references.counts()["owned"] == 0)
 
 
 def test_a_leak_is_named_with_where_it_was_made(trio: list[Member]) -> None:
@@ -192,17 +99,6 @@ def test_what_is_held_of_others_is_named_until_its_handle_ends(trio: list[Member
     owner.references.end_handle(reference)
 
 
-def test_settling_drops_what_is_still_held(trio: list[Member]) -> None:
-    owner, user, _ = trio
-    reference = owner.references.own("value")
-    hand_on(owner, user, reference)
-    for member in trio:
-        member.references.begin_settling()
-    await_true(lambda: all(member.references.is_settled() for member in trio))
-    await_true(lambda: owner.references.counts()["owned"] == 0)
-    assert [member.references.report_leaks() for member in trio] == [[], [], []]
-
-
 def test_a_thread_with_the_lock_holds_up_no_other_job_of_the_timers(trio: list[Member]) -> None:
     """It may be in a signal handler that waits for an answer, on a connection yet to be armed."""
     keeper, timers = trio[0].references, trio[0].agent.timers
@@ -216,7 +112,7 @@ def test_a_thread_with_the_lock_holds_up_no_other_job_of_the_timers(trio: list[M
     tick = keeper._timer.job
     keeper._timer.job = lambda now_s: (ticked.set(), tick(now_s))[1]
     timer = timers.add(job)
-    reference = keeper.own(Value())
+    reference = keeper.own("value")
     with keeper._lock:
         keeper.end_handle(reference)
         assert ticked.wait(LIMIT_S)
