@@ -237,15 +237,20 @@ def collecting(work: Callable[[], None]) -> str:
     return f"{sum(thread.is_alive() for thread in threads)} threads wait"
 
 
-PROGRAMS = {each.__name__: each for each in (raising, calling, collecting)}
+PROGRAMS = {
+    raising: list(WORK),
+    calling: list(WORK),
+    collecting: ["call", "call_with_tensor", "backward"],
+}
+"""The programs, and what is worked at in each of them."""
 
 
 def main() -> None:
-    program, *works = sys.argv[1:]
     with torchweft.cluster(workers=1):
         rpc.rpc_sync("worker0", echo, args=(1,))
-        for work in works:
-            print(work, PROGRAMS[program](WORK[work]), flush=True)
+        for program, works in PROGRAMS.items():
+            for work in works:
+                print(program.__name__, work, program(WORK[work]), flush=True)
     print("left", flush=True)
 
 

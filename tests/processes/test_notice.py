@@ -2,73 +2,76 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-LIMIT_S = 20.0
-
-BODY = """
-import importlib, os, signal, sys, time, types
-rpc = types.ModuleType("torchweft.rpc")  # not the real package: it would import torch
-rpc.__path__ = [sys.argv[1]]
-sys.modules["torchweft.rpc"] = rpc
-joining = importlib.import_module("torchweft.rpc.joining")
-{before}
-joining.heed_notice()
-print(joining.is_notice_given(), flush=True)
-while not joining.is_notice_given():
-    time.sleep(0.01)
-print(joining.is_notice_given(), flush=True)
-signal.pause()
-"""
+from tests.contract.processes.functions import wait_until
+from tests.open_workers import OpenWorkers
+from torchweft.rpc import joining
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
+def heed(path: str, exit_code: int | None = None) -> int:
+    """Has this process heed a notice; returns its id.
+
+    Args:
+        path: The file by which the launcher is told.
+        exit_code: That of the program's own handler of the signal, if it has one.
+    """
+    os.environ[joining.NOTICE_FILE_VARIABLE] = path
+    own = signal.SIG_DFL if exit_code is None else lambda *_: os._exit(exit_code)
+    signal.signal(signal.SIGTERM, own)
+    joining.heed_notice()
+    return os.getpid()
 
 
-def start(folder: Path, before: str = "") -> subprocess.Popen[str]:
-    import torchweft
-
-    package = Path(torchweft.__file__).parent / "rpc"
-    command = [sys.executable, "-c", BODY.format(before=before), str(package)]
-    return subprocess.Popen(
-        command,
-        env={"WEFT_NOTICE_FILE": str(folder / "notice"), "PYTHONPATH": ":".join(sys.path)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def is_notice_given() -> bool:
+    return joining.is_notice_given()
 
 
-def test_the_first_signal_is_a_notice_and_the_launchers_own_ends(folder: Path) -> None:
-    with start(folder) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "False\n"
-        process.terminate()
-        assert process.stdout.readline() == "True\n"
-        (folder / "ending").touch()
-        process.terminate()
-        assert process.wait(LIMIT_S) == -signal.SIGTERM
+def wait_for_the_end() -> None:
+    while True:
+        signal.pause()
 
 
-def test_a_handler_of_the_program_stays(folder: Path) -> None:
-    with start(folder, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "False\n"
-        process.terminate()
-        assert process.wait(LIMIT_S) == 9
-    assert not (folder / "notice").exists()
+def signal_of_a_child(path: str) -> int:
+    """Returns the signal that ends a forked process which heeds it as its parent does."""
+    heed(path)
+    pid = os.fork()
+    if not pid:
+        joining.heed_notice()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(1)
+    return os.waitpid(pid, 0)[1]
 
 
-def test_processes_that_the_worker_has_forked_end(folder: Path) -> None:
-    fork = "os.fork() or (heed(), os.kill(os.getpid(), signal.SIGTERM), os._exit(1))"
-    program = f"heed = joining.heed_notice; heed(); {fork}; print(os.wait()[1], flush=True)"
-    with start(folder, program) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
-        process.kill()
+def check_ends(warm: OpenWorkers, pid: int) -> None:
+    warm.begin("a", wait_for_the_end)
+    os.kill(pid, signal.SIGTERM)
+    with pytest.raises(ConnectionError, match="died"):
+        warm.result("a")
+    warm.kill("a")
+
+
+def test_the_first_signal_is_a_notice_and_the_launchers_own_ends(
+    warm: OpenWorkers, tmp_path: Path
+) -> None:
+    pid = warm.do("a", heed, f"{tmp_path}/notice")
+    assert not warm.do("a", is_notice_given)
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: warm.do("a", is_notice_given), lambda: "no notice")
+    (tmp_path / "ending").touch()
+    check_ends(warm, pid)
+
+
+def test_a_handler_of_the_program_stays(warm: OpenWorkers, tmp_path: Path) -> None:
+    check_ends(warm, warm.do("a", heed, f"{tmp_path}/notice", 9))
+    assert not (tmp_path / "notice").exists()
+
+
+def test_processes_that_the_worker_has_forked_end(warm: OpenWorkers, tmp_path: Path) -> None:
+    ended_by = warm.do("a", signal_of_a_child, f"{tmp_path}/notice")
+    assert ended_by == signal.SIGTERM
+    warm.kill("a")
