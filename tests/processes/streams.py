@@ -18,15 +18,14 @@ STRIPE = 1 << 18
 FROM = 1 << 19
 
 
-def settings_of(transport: str) -> dict[str, str]:
-    """Returns the environment of workers that share no memory."""
-    return overridden(
-        SHM_FROM_BYTES=1 << 60,
-        CMA_FROM_BYTES=1 << 60,
-        STRIPED_FROM_BYTES=FROM,
-        STRIPE_BYTES=STRIPE,
-        UNIX_SOCKETS=int(transport == "unix"),
-    )
+SETTINGS = overridden(
+    SHM_FROM_BYTES=1 << 60,
+    CMA_FROM_BYTES=1 << 60,
+    STRIPED_FROM_BYTES=FROM,
+    STRIPE_BYTES=STRIPE,
+    UNIX_SOCKETS=0,
+)
+"""The environment of workers that share no memory, as on two hosts."""
 
 
 def data_connections() -> Stripes:

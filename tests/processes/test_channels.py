@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,9 +11,6 @@ from tests.contract.processes import functions
 from tests.contract.processes.functions import wait_until
 from tests.processes import internals
 from torchweft import knobs, rpc
-from torchweft.engine.codec.tensors import describe
-from torchweft.engine.worker import tensor_messages
-from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
@@ -39,21 +35,6 @@ def test_sizes_around_every_limit(group: Cluster, size_bytes: int) -> None:
     assert torch.equal(fetched, sent)
 
 
-@pytest.mark.parametrize("size_bytes", [8, INLINE + 8, PULLED + 8])
-def test_received_tensors_are_writable_and_independent(group: Cluster, size_bytes: int) -> None:
-    sent = bytes_of(size_bytes)
-    assert rpc.rpc_sync("worker0", internals.fill, args=(sent, 7)) == 7
-    assert torch.equal(sent, bytes_of(size_bytes))
-    rpc.rpc_sync("worker0", internals.keep_tensor, args=("original", size_bytes))
-    first = rpc.rpc_sync("worker0", functions.give, args=("original",))
-    second = rpc.rpc_sync("worker0", functions.give, args=("original",))
-    first.fill_(9)
-    assert torch.equal(second, sent)
-    second.fill_(1)
-    assert torch.equal(rpc.rpc_sync("worker0", functions.give, args=("original",)), sent)
-    rpc.rpc_sync("worker0", functions.drop, args=("original",))
-
-
 def test_a_received_tensor_outlives_everything_else(group: Cluster) -> None:
     tensors = [
         rpc.rpc_sync("worker0", internals.make_tensor, args=(size_bytes,)) for size_bytes in SIZES
@@ -65,22 +46,6 @@ def test_a_received_tensor_outlives_everything_else(group: Cluster) -> None:
         rpc.rpc_sync("worker0", internals.make_tensor, args=(PULLED,)).fill_(255)
     for view, size_bytes in zip(views, SIZES, strict=True):
         assert torch.equal(view, bytes_of(size_bytes)[size_bytes // 2 :])
-
-
-def test_a_hundred_tensors_in_one_message(group: Cluster) -> None:
-    sizes = [1, 100, INLINE + 1, 3, PULLED + 5]
-    sent = [bytes_of(sizes[number % len(sizes)]) + number for number in range(100)]
-    back = rpc.rpc_sync("worker0", functions.identity, args=(sent,))
-    assert all(torch.equal(*pair) for pair in zip(sent, back, strict=True))
-
-
-@pytest.mark.parametrize("size", [4, PULLED])
-def test_views_of_one_storage_stay_views(group: Cluster, size: int) -> None:
-    whole = torch.zeros(size, dtype=torch.float32)
-    first, second = rpc.rpc_sync("worker0", functions.identity, args=((whole, whole[: size // 2]),))
-    second.fill_(1)
-    assert first.sum() == size // 2
-    assert whole.sum() == 0
 
 
 def test_what_is_sent_is_let_go_of(group: Cluster) -> None:
@@ -108,26 +73,3 @@ def test_buffers_return_to_the_pool(group: Cluster) -> None:
     assert internals.pool_statistics().leased_bytes >= before.leased_bytes + 6 * PULLED
     received.clear()
     assert internals.pool_statistics().leased_bytes == before.leased_bytes
-
-
-def test_many_threads_send_large_tensors(group: Cluster) -> None:
-    def send(number: int) -> bool:
-        sent = bytes_of(PULLED + number) + number
-        names = ["worker0", "worker1"] if number % 2 else ["worker1", "worker0"]
-        return torch.equal(functions.call_through(names, functions.identity, (sent,)), sent)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(send, range(24)))
-
-
-def test_a_device_that_the_receiver_lacks(group: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = rpc.remote("worker0", functions.Tracked)
-    with monkeypatch.context() as forged:
-        missing = torch.device("cuda", 0)
-        forged.setattr(
-            tensor_messages, "describe", lambda tensors, _: describe(tensors, lambda _: missing)
-        )
-        sent = torch.zeros(PULLED)  # Too large for the message.
-        with pytest.raises(SerializationError, match=r"on device cuda:0, but worker 'worker0' has"):
-            rpc.rpc_sync("worker0", functions.collect, args=(sent, reference))
-    assert rpc.rpc_sync("worker0", functions.add, args=(torch.ones(2), 1)).sum() == 4

@@ -8,28 +8,21 @@ import signal
 import time
 
 import pytest
-import torch
 
 import torchweft
-from tests.contract.processes import functions
 from tests.contract.processes.functions import options, stop, wait_until
 from tests.processes import internals
 from tests.processes.streams import (
-    FROM,
+    SETTINGS,
     arrivals_from,
-    await_verdicts,
-    bytes_of,
     connect_data,
     connections_with,
     count_elements,
     data_threads,
     ones,
     outbox_to,
-    settings_of,
-    way_to,
 )
 from torchweft import rpc
-from torchweft.engine.worker.current import current
 from torchweft.errors import WorkerLost
 from torchweft.launch import Nursery
 
@@ -38,7 +31,7 @@ LARGE_BYTES = 512 << 20
 
 @pytest.fixture(autouse=True)
 def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in settings_of("tcp").items():
+    for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
 
 
@@ -83,20 +76,3 @@ def test_a_sender_that_is_killed_ends_the_wait(nursery: Nursery) -> None:
             lambda: gc.collect() >= 0 and internals.pool_statistics().leased_bytes == before,
             lambda: "the memory of a tensor that will never be complete is kept",
         )
-
-
-def test_a_peer_whose_data_connections_cannot_be_made_is_sent_streams(
-    nursery: Nursery, caplog: pytest.LogCaptureFixture
-) -> None:
-    with torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
-        await_verdicts("worker0")
-
-        def refuse(peer: object, count: int, number: int) -> list[object]:
-            raise ConnectionRefusedError("nobody listens")
-
-        current()._connector.dial_data = refuse  # type: ignore[assignment, method-assign]
-        sent = [bytes_of(5), bytes_of(3 * FROM), bytes_of(FROM)]
-        back = rpc.rpc_sync("worker0", functions.identity, args=(sent,))
-        assert all(torch.equal(*pair) for pair in zip(sent, back, strict=True))
-        assert way_to("worker0", FROM) == "stream"
-        assert caplog.text.count("no longer travel by striped") == 1

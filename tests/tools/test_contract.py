@@ -6,6 +6,7 @@ The tests there stay as they are when the engine is written anew, so they must n
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def path_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+@functools.cache
 def modules() -> dict[str, str]:
     """Returns the sources of the contract and of all that it imports, but for the harness."""
     ahead = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files()]

@@ -26,7 +26,7 @@ from tests.thorough import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-_EXAMPLES = 300
+_EXAMPLES = 100
 _BASE_BYTES = 16 << 20
 """Four times what a value of any size may unfold to: an answer and an error may have copies."""
 _FACTOR = 256

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import random
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +22,7 @@ from torchweft.engine.channels.device_copies import HostCopies, Part
 from torchweft.engine.channels.memory import address_of
 from torchweft.engine.channels.stripes import Outbox, SendingConnection, Stripes
 from torchweft.engine.io import addresses
-from torchweft.engine.io.handshake import Greeting, Handshake, NotProven
+from torchweft.engine.io.handshake import Greeting, Handshake
 from torchweft.engine.wire.frames import Buffer
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.peers import Peer
@@ -112,36 +110,6 @@ def test_tensors_arrive_over_connections_made_when_first_needed(pair: list[Membe
     assert sending is not None
     assert len(sending.connections) == knobs.STRIPE_CONNECTIONS.default
     wait_until(lambda: sending.is_empty)
-
-
-def test_traffic_counts_them_on_both_sides(pair: list[Member]) -> None:
-    first, second = pair
-    received = Received(second)
-    send(first, second, torch.randn(SIZE))
-    received.next()
-    assert first.agent.traffic().bytes_sent >= 4 * SIZE
-    wait_until(lambda: second.agent.traffic().bytes_received >= 4 * SIZE)
-
-
-def test_what_nobody_reads_is_dropped_when_it_is_here(pair: list[Member]) -> None:
-    first, second = pair
-    received = Received(second, fetches=False)
-    send(first, second, torch.randn(SIZE))
-    received.next()
-    arrivals = data_of(second)._of(second.peer(first)).arrivals
-    wait_until(lambda: arrivals.bytes_received == 4 * SIZE and len(arrivals.under_way) == 0)
-    wait_until(lambda: pool_counts(second.agent.pool).leased_count == 0)
-
-
-def test_the_sender_lets_go_of_what_is_written(pair: list[Member]) -> None:
-    first, second = pair
-    received = Received(second)
-    sent = torch.randn(SIZE)
-    is_alive = weakref.ref(sent)
-    send(first, second, sent)
-    received.next()
-    del sent
-    wait_until(lambda: gc.collect() >= 0 and is_alive() is None)
 
 
 def cut_data(sender: Member, to: Member) -> None:
@@ -390,21 +358,6 @@ def test_what_does_not_come_for_long_is_asked_for_again(
     wait_until(lambda: pool_counts(second.agent.pool).leased_count == 0)
 
 
-def test_the_loss_of_the_peer_ends_the_wait(
-    pair: list[Member], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = pair
-    received = Received(second)
-    hold_back(monkeypatch, 1)
-    send(first, second, torch.randn(SIZE))
-    arrivals = data_of(second)._of(second.peer(first)).arrivals
-    assert received.begun.wait(LIMIT_S)
-    wait_until(lambda: arrivals.bytes_received > 0)
-    second.agent.lose(second.peer(first), "a test")
-    assert isinstance(received.failure(), WorkerLost)
-    wait_until(lambda: pool_counts(second.agent.pool).leased_count == 0)
-
-
 def test_a_close_ends_the_wait(pair: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = pair
     received = Received(second)
@@ -519,14 +472,6 @@ def test_a_data_connection_is_greeted_like_any_other(pair: list[Member]) -> None
         wait_until(lambda: len(data.receiving) == 1)
     wait_until(lambda: not data.receiving)
     assert second.peer(first).lost is None
-
-
-def test_a_stranger_makes_no_data_connection(pair: list[Member]) -> None:
-    first, second = pair
-    connection, handshake = greet(second, Secret(b"the key of another run"))
-    with connection, pytest.raises(NotProven):
-        handshake.receive(Kind.WELCOME)
-    assert "striped" not in second.peer(first).kept
 
 
 def test_a_lost_peer_makes_no_data_connection(pair: list[Member]) -> None:

@@ -222,7 +222,7 @@ def _walk(value: Any, left: list[int], above: frozenset[int] = frozenset()) -> N
             _walk(each, left, above)
 
 
-@settings(max_examples=examples(600), deadline=None)
+@settings(max_examples=examples(200))
 @given(value=_VALUES, is_expanded=st.booleans())
 def test_walking_a_value_takes_time_in_proportion_to_its_bytes(
     value: Any, is_expanded: bool

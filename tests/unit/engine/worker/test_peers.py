@@ -160,17 +160,6 @@ def exchange(sides: list[Side]) -> None:
                 frames += received(receiving, may_block=True)
 
 
-@pytest.mark.parametrize("dialler", [0, 1])
-def test_either_side_may_dial(make_sides: Make, dialler: int) -> None:
-    sides = make_sides()
-    peer = sides[dialler].peers[1 - dialler]
-    with running(sides[1 - dialler].accept):
-        link = sides[dialler].connector.connect(peer, math.inf)
-    assert sides[dialler].connector.connect(peer, math.inf) is link
-    assert peer.linked.is_set()
-    exchange(sides)
-
-
 def test_crossed_dialling_always_ends_with_one_connection(make_sides: Make) -> None:
     crossings = 0
     for number in range(60):
@@ -218,32 +207,6 @@ def test_many_threads_that_need_a_peer_share_one_connection(make_sides: Make) ->
     assert len(links) == 8
     assert len(set(links)) == 1
     assert len(sides[1].links) == 1
-
-
-def test_nobody_answers(make_sides: Make) -> None:
-    sides = make_sides()
-    sides[1].listener.close()
-    with pytest.raises(Unreachable, match="no connection to worker 'worker1' at unix:@weft"):
-        sides[0].connector.connect(sides[0].peers[1], math.inf)
-
-
-@pytest.mark.parametrize("addresses", [(), ("carrier pigeon",), ("tcp:127.0.0.1:1",)])
-def test_a_peer_that_listens_nowhere_in_reach(make_sides: Make, addresses: tuple[str, ...]) -> None:
-    sides = make_sides()
-    peer = Peer(Registration("far", 1, addresses), main_by_name=True, is_self=False)
-    with pytest.raises(Unreachable, match="far"):
-        sides[0].connector.connect(peer, math.inf)
-
-
-def test_a_peer_of_another_host_that_listens_there_only(make_sides: Make) -> None:
-    sides = make_sides()
-    for host, hint in (("here", ""), ("there", "on host 'there', this worker on 'here'.*LISTEN")):
-        registration = Registration("far", 1, ("tcp:127.0.0.1:1",), facts={"host": host})
-        with pytest.raises(Unreachable, match=f"refused{hint and '; it is '}{hint}") as caught:
-            sides[0].connector.connect(
-                Peer(registration, main_by_name=True, is_self=False), math.inf
-            )
-        assert ("WEFT_LISTEN" in str(caught.value)) == (host == "there")
 
 
 def test_a_peer_that_listens_and_does_not_speak_is_waited_for_and_not_lost(
