@@ -5,9 +5,9 @@ names. It is unpacked into a temporary folder, and its native twin is built, if 
 tree's is built. Both sides run the programs of this tree.
 
 Two processes that run the same code differ by several percent for as long as they live, so more
-rounds of the same processes settle nothing. Rows that seem slower are measured again in several
-fresh groups of processes, and the median over these groups decides. Rows that exceed the limit even
-so are measured in further groups, and the median over all of them decides.
+rounds of the same processes settle nothing. Rows that seem slower are measured again in three fresh
+groups of processes, and the median over these groups decides. Rows that exceed the limit even so
+are measured in further groups, and the median over all of them decides.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ from torchweft.native import native
 BASE_FILE = Path(__file__).with_name("base")
 LIMIT = 1.10
 """The largest CPU time of a row, and of the mean of all rows, as a multiple of the base's."""
-GROUPS = 9
-"""Number of fresh groups of processes that decide over the rows that seemed slower."""
-REPEATS = 3
-"""How often at most: of 53 rows, some exceed the limit in nine groups by chance. All count."""
+GROUPS = (3, 6, 9, 9)
+"""Numbers of fresh groups of processes for the rows that still exceed the limit. All count."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         question = compared(QUESTION, folder)
         ratios, failures = _measure(question, options.works, options.rounds)
         repeated: list[dict[str, float]] = []
-        for _ in range(REPEATS):
+        for count in GROUPS:
             suspects = slower(ratios, options.limit)
             if not suspects:
                 break
             print(f"measuring again: {', '.join(suspects)}", file=sys.stderr, flush=True)
-            for _ in range(GROUPS):
+            for _ in range(count):
                 again, found = _measure(question, suspects, options.rounds)
                 repeated.append(again)
                 failures += found

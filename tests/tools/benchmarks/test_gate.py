@@ -17,7 +17,6 @@ from benchmarks.gate.gate import (
     verdict,
 )
 from benchmarks.shapes.question import QUESTION
-from torchweft.version import VERSION
 
 
 def _rounds(base_s: list[float], ours_s: list[float]) -> dict[tuple[str, str], list[Round]]:
@@ -59,12 +58,6 @@ def test_the_verdict_names_the_slow_row_first():
     lines = verdict({"error": 0.5, "tensor": 2.0}, 1.1, "abc")
     assert "tensor   too slow" in lines[1]
     assert lines[-1].split()[0] == "1.00"
-
-
-@pytest.mark.skipif(not has_history(ROOT), reason="this folder is no clone")
-def test_the_sources_of_a_commit_are_unpacked():
-    with unpacked("HEAD") as folder:
-        assert VERSION in (folder / "src/torchweft/version.py").read_text()
 
 
 @pytest.mark.skipif(not has_history(ROOT), reason="this folder is no clone")
