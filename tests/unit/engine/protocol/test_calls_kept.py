@@ -11,11 +11,10 @@ from torchweft.engine.protocol.calls import (
     CallClient,
     Complete,
     KeptCall,
-    TellCancelled,
     timed_out,
 )
 from torchweft.engine.wire.frames import Buffer
-from torchweft.errors import CallCancelled, WorkerLost
+from torchweft.errors import CallCancelled
 
 
 class Request:
@@ -47,22 +46,6 @@ def kept() -> Kept:
     return Kept()
 
 
-def test_a_kept_call_is_sent_by_its_number(kept: Kept) -> None:
-    assert kept.unsent.is_wanted()
-    assert kept.unsent.make() == [b"call 1"]
-    assert kept.client.expire(5.0)[0] == [Complete(kept.call), TellCancelled(1, (1,))]
-    assert not kept.request.was_taken_back
-
-
-def test_a_kept_call_that_has_ended_is_taken_back(kept: Kept) -> None:
-    actions = kept.client.cancelled(kept.call, CallCancelled("given up"))
-    assert actions == [Complete(kept.call)], "its callee does not know it"
-    assert not kept.unsent.is_wanted()
-    kept.unsent.drop(None)
-    assert kept.request.was_taken_back
-    assert kept.actions == []
-
-
 def test_a_call_that_ends_just_before_it_is_sent_is_not_sent(kept: Kept) -> None:
     assert kept.unsent.is_wanted()
     kept.client.expire(5.0)
@@ -81,12 +64,3 @@ def test_a_thread_that_drops_a_call_leaves_its_end_to_the_thread_that_ends_it(ke
     actions = kept.client._end(taken, lambda call, was_sent: timed_out(call, 5.0, was_sent))
     assert actions == [Complete(kept.call)], "it was never sent"
     assert "it was not sent" in str(kept.call.error)
-
-
-def test_a_kept_call_fails_with_its_connection(kept: Kept) -> None:
-    error = WorkerLost("no answer")
-    kept.unsent.drop(error)
-    assert kept.request.was_taken_back
-    assert kept.actions == [Complete(kept.call)]
-    assert kept.call.error is error
-    assert not kept.unsent.is_wanted()

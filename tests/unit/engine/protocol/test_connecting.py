@@ -19,10 +19,7 @@ from torchweft.engine.protocol.connecting import (
     Hello,
     Lose,
     Patience,
-    Probe,
     Purpose,
-    Redial,
-    Resume,
     State,
     Terms,
     Verdict,
@@ -53,25 +50,6 @@ def linked(*, was_dialled: bool = True, attempt: int = 1) -> Connecting:
 # First connections
 
 
-def test_a_connection_that_is_dialled() -> None:
-    machine = wanting()
-    assert machine.state is State.DIALLING
-    assert machine.offer()
-    assert not machine.adopt(1.0, Terms("ours", True, 1), PATIENCE)
-    assert machine.go_on(1.0) == Done()
-    assert machine.state is State.LINKED
-    assert machine.want(2.0, math.inf, TIMEOUT_S, "again") == Done()
-
-
-def test_a_connection_that_is_accepted() -> None:
-    machine = Connecting(LOWER, "other")
-    assert machine.state is State.IDLE
-    assert machine.hello(ME, THEIRS) == Answer(Verdict.ACCEPT)
-    assert machine.state is State.ACCEPTING
-    assert not machine.adopt(1.0, Terms("theirs", False, 1), PATIENCE)
-    assert machine.state is State.LINKED
-
-
 def test_a_connection_without_a_session_has_no_contact_to_lose() -> None:
     machine = Connecting(LOWER, "other")
     assert not machine.adopt(0.0, None, PATIENCE)
@@ -92,26 +70,6 @@ def test_while_the_other_side_connects_this_one_waits_and_then_dials() -> None:
     assert machine.state is State.DIALLING
 
 
-def test_of_two_offers_that_of_the_higher_id_stands() -> None:
-    lower, higher = wanting(HIGHER), wanting(LOWER)
-    assert lower.offer()
-    assert higher.offer()
-    assert higher.hello(ME, THEIRS) == Answer(Verdict.REFUSE, "crossed")
-    assert lower.hello(ME, THEIRS) == Answer(Verdict.ACCEPT)
-    assert lower.state is State.CROSSING
-    assert higher.state is State.DIALLING
-
-
-def test_what_was_not_offered_gives_way() -> None:
-    """Even to the lower id: the network may carry connections in one direction only."""
-    machine = wanting(LOWER)
-    assert machine.hello(ME, THEIRS) == Answer(Verdict.ACCEPT)
-    assert not machine.offer()
-    assert machine.go_on(1.0) == Wait(1.0 + FIRST_PAUSE_S)
-    machine.adopt(1.0, Terms("theirs", False, 1), PATIENCE)
-    assert machine.go_on(1.1) == Done()
-
-
 def test_an_offer_stands_although_its_caller_has_given_up() -> None:
     machine = wanting(LOWER, deadline_s=1.0)
     assert machine.offer()
@@ -122,20 +80,6 @@ def test_an_offer_stands_although_its_caller_has_given_up() -> None:
     step = machine.want(2.0, math.inf, TIMEOUT_S, "another name")
     assert step == Dial(Terms("ours", True, 2), 2.0 + TIMEOUT_S)
     assert machine.hello(ME, THEIRS) == Answer(Verdict.REFUSE, "crossed")
-
-
-def test_after_a_crossed_connection_this_side_pauses_and_dials_again() -> None:
-    machine = wanting(HIGHER)
-    machine.offer()
-    assert machine.dial_failed(1.0, Failure.CROSSED, "crossed") == Wait(1.0 + FIRST_PAUSE_S)
-    assert machine.go_on(2.0) == Dial(Terms("ours", True, 2), 2.0 + TIMEOUT_S)
-    machine.adopt(2.1, Terms("theirs", False, 1), PATIENCE)
-    assert machine.dial_failed(2.2, Failure.CROSSED, "crossed") == Done()
-
-
-@pytest.mark.parametrize("failure", [Failure.REFUSED, Failure.GONE])
-def test_a_refusal_is_the_end(failure: Failure) -> None:
-    assert wanting().dial_failed(0.1, failure, "no") == Lose("no", failure)
 
 
 @pytest.mark.parametrize("failure", [Failure.BUSY, Failure.CROSSED])
@@ -234,53 +178,7 @@ def test_a_peer_that_was_heard_is_not_given_up() -> None:
     assert step == Wait(TIMEOUT_S + FIRST_PAUSE_S)
 
 
-def test_a_welcome_that_was_lost_is_given_again() -> None:
-    machine = linked(was_dialled=False)
-    said = Hello(Purpose.LINK, ME, "ours", 2)
-    assert machine.hello(ME, said) == Answer(Verdict.WELCOME_AGAIN)
-    assert machine.take_attempt(2)
-    assert not machine.take_attempt(2)
-    assert machine.hello(ME, said._replace(session="another")) == Answer(Verdict.REFUSE, "crossed")
-
-
-def test_an_offer_whose_answer_was_lost_is_repeated() -> None:
-    machine = wanting(HIGHER, deadline_s=1.0)
-    probe = Hello(Purpose.PROBE, ME, "ours", 1)
-    assert machine.hello(ME, probe).must_dial is False
-    machine.offer()
-    assert machine.hello(ME, probe) == Answer(Verdict.HANG_UP, "this side is not done yet", True)
-    machine.want_no_more()
-    assert machine.hello(ME, probe) == Answer(Verdict.HANG_UP, "this side is not done yet", True)
-    other = probe._replace(session="another")
-    assert machine.hello(ME, other) == Answer(Verdict.REFUSE, "there is no such session")
-
-
-def test_the_second_connection_is_one_too_many() -> None:
-    machine = linked()
-    assert "slower" in machine.adopt(1.0, Terms("theirs", False, 1), PATIENCE)
-    assert machine.session == Terms("ours", True, 1)
-
-
 # Sessions
-
-
-def test_only_the_side_that_dialled_resumes() -> None:
-    for was_dialled in (True, False):
-        machine = linked(was_dialled=was_dialled)
-        assert machine.redial(0.5, TIMEOUT_S) is None, "nothing is broken"
-        assert machine.broke(1.0, "reset", is_answer=True) == [Redial()]
-        assert machine.state is State.RESUMING
-        asked = machine.redial(1.0, TIMEOUT_S)
-        if was_dialled:
-            assert asked == Resume(1.0 + 2.0)
-            assert machine.next_attempt() == Terms("ours", True, 2)
-        else:
-            assert asked == Probe(Terms("ours", False, 1), 1.0 + 2.0)
-            machine.probed(1.1)
-            assert machine.state is State.BROKEN
-        machine.resumed(1.2)
-        assert machine.state is State.LINKED
-        assert machine.redial(1.3, TIMEOUT_S) is None, "it was resumed meanwhile"
 
 
 def test_a_session_goes_on_over_a_later_attempt_only() -> None:
@@ -299,27 +197,6 @@ def test_a_probe_breaks_the_connection_that_it_names_only() -> None:
     assert machine.hello(ME, probe) == Answer(Verdict.BREAK_OFF)
     assert machine.hello(ME, probe._replace(attempt=1)) == Answer(Verdict.CONFIRM)
     assert linked(was_dialled=False, attempt=2).hello(ME, probe) == Answer(Verdict.CONFIRM)
-
-
-def test_a_session_that_cannot_be_resumed_is_lost() -> None:
-    machine = linked()
-    machine.broke(1.0, "reset", is_answer=True)
-    (action,) = machine.redial_failed(1.1, Failure.REFUSED, "refused")
-    assert isinstance(action, Lose)
-    assert action.cause == "its connection ended (reset): refused"
-
-
-def test_a_busy_peer_keeps_its_session() -> None:
-    machine, now_s = linked(), 1.0
-    actions = machine.broke(now_s, "reset", is_answer=True)
-    while now_s < 10 * PATIENCE.reconnect_s:
-        if actions == [Redial()]:
-            now_s += 2.0
-            actions = machine.redial_failed(now_s, Failure.BUSY, "silent")
-        else:
-            assert actions == []
-            now_s = machine.due_s()
-            actions = machine.step(now_s)
 
 
 # The end
@@ -341,13 +218,6 @@ def test_a_loss_happens_once_and_with_its_first_cause() -> None:
     assert machine.adopt(1.0, None, PATIENCE) == "the peer is lost"
     assert machine.want(1.0, math.inf, TIMEOUT_S, "x") == Done()
     assert machine.redial_failed(1.0, Failure.BROKEN, "late") == []
-
-
-def test_a_loss_ends_a_wait() -> None:
-    machine = wanting()
-    machine.lose("killed")
-    assert machine.go_on(0.1) == Done()
-    assert machine.dial_failed(0.1, Failure.BROKEN, "reset") == Done()
 
 
 def test_a_farewell_is_the_cause_and_no_break() -> None:

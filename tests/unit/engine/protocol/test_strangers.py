@@ -91,16 +91,6 @@ def test_a_thread_that_begins_for_a_connection_that_has_to_go_lets_the_next_one_
     assert strangers.ended(1) == [(BEGIN, 2)]
 
 
-def test_no_stranger_is_served_while_more_are_ready() -> None:
-    strangers: Strangers[int] = Strangers(2, {3: b"a"}.get)
-    came(strangers, 1)
-    strangers.came(2)
-    assert strangers.began(1) == strangers.ended(1) == []
-    assert strangers.came(3) == [(BEGIN, 3)]
-    assert strangers.began(3) == strangers.ended(3) == []
-    assert strangers.all_came() == [(BEGIN, 2)]
-
-
 def test_in_a_fast_flood_a_served_connection_has_time() -> None:
     """Four connections come while one thread becomes free."""
     limit = 8
@@ -132,39 +122,6 @@ def test_when_closed_all_go_and_none_comes() -> None:
 # Members
 
 
-def test_a_member_displaces_nobody_and_keeps_its_place() -> None:
-    strangers = Vouchers({2: b"a"}).of(1)
-    came(strangers, 1)
-    assert came(strangers, 2) == [(BEGIN, 2)]
-    assert came(strangers, 3) == [(TURN_OUT, 1)]
-    assert came(strangers, 4) == [(CLOSE, 3)]
-    assert strangers.ended(2) == []
-    assert strangers.ended(1) == [(BEGIN, 4)]
-
-
-def test_a_voucher_may_come_after_its_connection() -> None:
-    vouchers = Vouchers()
-    strangers = vouchers.of(1)
-    came(strangers, 1)
-    vouchers[1] = b"a"
-    # The thread of the member does not count among those of strangers any more.
-    assert strangers.heard(1) == []
-    assert came(strangers, 2) == [(BEGIN, 2)]
-    assert strangers.heard(1) == []
-
-
-def test_a_connection_that_has_to_go_is_looked_at_once_more() -> None:
-    vouchers = Vouchers()
-    strangers = vouchers.of(1)
-    came(strangers, 1)
-    vouchers[1] = b"a"
-    assert came(strangers, 2) == [(BEGIN, 2)]
-    assert came(strangers, 3) == [(TURN_OUT, 2)]
-    strangers.ended(1)
-    vouchers[3] = b"b"
-    assert came(strangers, 4) == [(BEGIN, 3)]
-
-
 def test_what_a_thread_reads_is_not_looked_at() -> None:
     looked: list[int] = []
     strangers = Prompt(1, looked.append)
@@ -173,14 +130,6 @@ def test_what_a_thread_reads_is_not_looked_at() -> None:
     assert looked == [1, 1]
     came(strangers, 2)
     assert looked == [1, 1, 2]
-
-
-def test_a_voucher_counts_once() -> None:
-    strangers = Vouchers({1: b"a", 2: b"a", 3: b"b"}).of(2)
-    came(strangers, 1)
-    strangers.ended(1)
-    came(strangers, 2)
-    assert came(strangers, 3, 4, 5) == [(BEGIN, 3), (TURN_OUT, 2), (BEGIN, 5)]
 
 
 def test_the_latest_vouchers_are_remembered() -> None:
