@@ -63,38 +63,8 @@ def test_a_departure_goes_through_its_stages() -> None:
     assert observe(machine, is_idle=True, is_settled=True) == []
 
 
-def test_a_member_hears_of_departures_and_stays() -> None:
-    machine = OpenLeaving()
-    assert machine.member_present(1) == []
-    assert machine.received(1, Step.LEAVING, []) == [Retire(1), Send(1, Step.NOTED)]
-    assert observe(machine, is_idle=True, is_settled=True) == []
-    assert machine.stage is Stage.MEMBER
-    assert not machine.is_watched
-
-
 def test_a_member_that_is_told_once_is_not_told_again() -> None:
     assert leaving(1).member_present(1) == []
-
-
-@pytest.mark.parametrize("stage", [Stage.ANNOUNCING, Stage.SERVING, Stage.SETTLING])
-def test_a_member_that_joins_meanwhile_must_answer(stage: Stage) -> None:
-    machine = leaving()
-    while machine.stage is not stage:
-        observe(machine, is_idle=stage is Stage.SETTLING, is_settled=False)
-    assert machine.member_present(3) == [Send(3, Step.LEAVING)]
-    for _ in range(3):
-        assert observe(machine, is_idle=True, is_settled=True) == []
-    machine.received(3, Step.NOTED, [])
-    assert observe(machine, is_idle=True, is_settled=True)
-
-
-def test_calls_of_one_that_joined_meanwhile_are_served() -> None:
-    machine = leaving()
-    observe(machine, is_idle=True, is_settled=False)
-    machine.member_present(3)
-    machine.received(3, Step.NOTED, [])
-    assert observe(machine, is_idle=False, is_settled=True) == []
-    assert observe(machine, is_idle=True, is_settled=True) == [Left()]
 
 
 def test_two_that_leave_wait_for_each_others_answers() -> None:
@@ -109,12 +79,6 @@ def test_a_member_that_said_that_it_leaves_is_told_as_well() -> None:
     machine.received(1, Step.LEAVING, [])
     machine.begin()
     assert machine.member_present(1) == [Send(1, Step.LEAVING)]
-
-
-def test_a_lost_member_need_not_answer() -> None:
-    machine = leaving(1)
-    assert machine.member_lost(1) == []
-    assert observe(machine, is_idle=True, is_settled=False) == [BeginSettling()]
 
 
 def test_after_the_end_nobody_is_told() -> None:

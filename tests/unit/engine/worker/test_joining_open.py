@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -33,23 +32,6 @@ def newcomer(name: str, rank: int) -> Registration:
 
 def come(store: Any, name: str, rank: int) -> Admission:
     return enter(signed(store), newcomer(name, rank), LIMIT_S)
-
-
-def test_those_who_come_later_see_those_who_came_earlier() -> None:
-    store = HashStore()
-    first, second, third = (come(store, name, rank) for rank, name in enumerate("abc"))
-    assert first.earlier == {}
-    assert second.earlier == {0: first.me}
-    assert third.earlier == {0: first.me, 1: second.me}
-    assert first.token == second.token == third.token
-    assert len(first.token) == 32
-
-
-def test_who_has_left_is_not_seen() -> None:
-    store = HashStore()
-    first, second = come(store, "a", 0), come(store, "b", 1)
-    note_left(store, first.me.id, first.token)
-    assert come(store, "c", 2).earlier == {1: second.me}
 
 
 class CountingStore:
@@ -109,34 +91,6 @@ def test_a_malformed_table_is_refused(text: str) -> None:
     store.set("present", text)
     with pytest.raises(RendezvousError, match="value of 'present' is malformed"):
         come(store, "a", 0)
-
-
-def test_an_id_names_one_life() -> None:
-    store = HashStore()
-    lives = [come(store, "a", 3).me for _ in range(3)]
-    assert [life.id for life in lives] == [0, 1, 2]
-    assert [life.rank for life in lives] == [3, 3, 3]
-    other = come(store, "b", 3000).me
-    assert (other.id, other.rank) == (3, 3000)
-    assert Registration.decode(lives[1].encode()) == lives[1]
-
-
-def test_of_two_who_come_at_once_one_sees_the_other() -> None:
-    store = HashStore()
-    came: list[Admission] = []
-    threads = [
-        threading.Thread(target=lambda rank=rank: came.append(come(store, f"w{rank}", rank)))
-        for rank in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    by_id = {admitted.me.id: admitted for admitted in came}
-    order = sorted(by_id, key=lambda each: len(by_id[each].earlier))
-    for place, each in enumerate(order):
-        assert list(by_id[each].earlier) == order[:place]
-        assert list(by_id[each].earlier.values()) == [by_id[one].me for one in order[:place]]
 
 
 class DyingStore:

@@ -18,12 +18,10 @@ from torchweft.engine.worker import rendezvous
 from torchweft.engine.worker.rendezvous import SignedStore, carry_out, join, open_store, perform
 from torchweft.errors import (
     ConfigurationError,
-    DuplicateName,
     ProtocolError,
     RendezvousError,
     RendezvousTimeout,
 )
-from torchweft.secret import Secret
 
 LIMIT_S = 20.0
 
@@ -61,45 +59,6 @@ def outcomes(*threads: Joining) -> list[Directory | BaseException | None]:
     return [thread.outcome for thread in threads]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
-def test_all_get_the_same_directory(order: tuple[int, ...]) -> None:
-    store = HashStore()
-    first, *others = outcomes(*[Joining(store, rank, 4) for rank in order])
-    assert isinstance(first, Directory)
-    assert [worker.name for worker in first.workers] == [f"worker{rank}" for rank in range(4)]
-    assert len(first.token) == 32
-    assert others == [first] * 3
-
-
-def test_a_late_rank_is_waited_for() -> None:
-    store = HashStore()
-    early = [Joining(store, rank, 3) for rank in (0, 1)]
-    store.wait(["arrived/0", "arrived/1"], timedelta(seconds=LIMIT_S))
-    assert all(thread.is_alive() for thread in early)
-    got = outcomes(*early, Joining(store, 2, 3))
-    assert all(isinstance(outcome, Directory) for outcome in got)
-
-
-def test_who_is_missing_is_named_to_everyone() -> None:
-    store = HashStore()
-    # Long enough for a thread to be started on a busy machine.
-    got = outcomes(*[Joining(store, rank, 5, 0.3) for rank in (0, 2, 4)])
-    for outcome in got:
-        assert isinstance(outcome, RendezvousTimeout)
-        assert outcome.missing == (1, 3)
-        assert str(outcome).startswith("ranks 1, 3 of 5 did not join within ")
-        assert "'worker4' (rank 4)" in str(outcome)
-        assert outcome.elapsed_s > 0.2  # An error from rank 0 may arrive slightly early.
-
-
-def test_who_comes_too_late_is_told_so() -> None:
-    store = HashStore()
-    outcomes(Joining(store, 0, 2, 0.01))
-    (outcome,) = outcomes(Joining(store, 1, 2, 0.1))
-    assert isinstance(outcome, RendezvousTimeout)
-    assert outcome.missing == (1,)
-
-
 def test_without_rank_0_the_others_find_out_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "GRACE_S", 0.01)
     store = HashStore()
@@ -107,14 +66,6 @@ def test_without_rank_0_the_others_find_out_themselves(monkeypatch: pytest.Monke
     assert isinstance(outcome, RendezvousTimeout)
     assert outcome.missing == (0, 2)
     assert "missing: rank 0, rank 2" in str(outcome)
-
-
-def test_a_name_taken_twice_is_refused_to_everyone() -> None:
-    store = HashStore()
-    got = outcomes(*[Joining(store, rank, 3, name="same" if rank else "") for rank in range(3)])
-    for outcome in got:
-        assert isinstance(outcome, DuplicateName)
-        assert "ranks 1 and 2 both call themselves 'same'" in str(outcome)
 
 
 def test_different_sizes_of_the_group_are_noticed() -> None:
@@ -134,35 +85,6 @@ def test_a_registration_that_makes_no_sense_is_refused() -> None:
     assert isinstance(outcome, ProtocolError)
 
 
-def test_a_directory_of_another_run_is_refused() -> None:
-    """The directory is well-formed; only the absence of this worker reveals the mistake."""
-    old = HashStore()
-    outcomes(Joining(old, 0, 2), Joining(old, 1, 2, name="old"))
-    store = HashStore()
-    token = old.get("round").decode()
-    store.set("round", token)
-    store.set(f"directory/{token}", old.get(f"directory/{token}"))
-    (outcome,) = outcomes(Joining(store, 1, 2))
-    assert isinstance(outcome, RendezvousError)
-    assert "does not have rank 1 as it registered" in str(outcome)
-
-
-def test_what_is_not_signed_is_refused_to_everyone() -> None:
-    store, secret = HashStore(), Secret(b"the secret of the group")
-    signed = SignedStore(store, secret)
-    got = outcomes(Joining(signed, 0, 3), Joining(signed, 1, 3), Joining(store, 2, 3))
-    for outcome in got[:2]:
-        assert isinstance(outcome, RendezvousError)
-        assert "'worker/2' was not written with the secret of this worker" in str(outcome)
-    assert isinstance(got[2], RendezvousError)
-    assert "this worker has none" in str(got[2])
-
-
-def test_a_lone_worker_joins_at_once() -> None:
-    (outcome,) = outcomes(Joining(HashStore(), 0, 1))
-    assert isinstance(outcome, Directory)
-
-
 def test_an_unknown_init_method_is_refused_with_those_that_work() -> None:
     with pytest.raises(ConfigurationError, match=r"env://, tcp://host:port, file:///path"):
         open_store("carrier://pigeon", 0, 1, 1.0)
@@ -176,12 +98,6 @@ def test_what_the_environment_lacks_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(ConfigurationError, match="variable MASTER_PORT not set"):
         open_store("env://", 0, 1, 1.0)
-
-
-def test_a_file_store_is_opened(tmp_path: Any) -> None:
-    store = open_store(f"file://{tmp_path}/store", 0, 1, LIMIT_S)
-    (outcome,) = outcomes(Joining(store, 0, 1))
-    assert isinstance(outcome, Directory)
 
 
 @pytest.mark.parametrize(
@@ -332,51 +248,6 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 
 # Rounds: the store may outlive the workers, and a process may join several groups
-
-
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the store be one of torchrun's agent, which survives the workers."""
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(True))
-
-
-@pytest.mark.usefixtures("kept")
-def test_each_life_of_the_workers_has_a_round_of_its_own() -> None:
-    store = HashStore()
-    lives = []
-    for size in (3, 3, 1, 4):
-        early = [
-            Joining(store, rank, size, name=f"life{len(lives)}-{rank}") for rank in range(1, size)
-        ]
-        first, *others = outcomes(Joining(store, 0, size, name=f"life{len(lives)}"), *early)
-        assert isinstance(first, Directory)
-        assert others == [first] * (size - 1)
-        assert first.workers[0].name == f"life{len(lives)}"
-        lives.append(first.token)
-    assert len(set(lives)) == 4
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_round_that_was_never_complete_is_left(others: int) -> None:
-    store = HashStore()
-    outcomes(Joining(store, 0, 3, 0.01), *[Joining(store, 1, 3, 0.01) for _ in range(others)])
-    late = Joining(store, 2, 3)
-    got = outcomes(late, *[Joining(store, rank, 3) for rank in (1, 0)])
-    assert all(isinstance(outcome, Directory) for outcome in got)
-
-
-def test_a_round_whose_leader_was_killed_is_left() -> None:
-    store = HashStore()
-    me = Registration("killed", 0, ("unix:@killed",))
-    steps = joining.join_closed(me, 2, "0" * 32, LIMIT_S, time.monotonic, rounds())
-    request = next(steps)
-    while not isinstance(request, joining.Wait):
-        request = steps.send(perform(SignedStore(store, None), request))
-    other = Joining(store, 1, 2)
-    store.wait([f"worker/1/{'0' * 32}"], timedelta(seconds=LIMIT_S))
-    got = outcomes(other, Joining(store, 0, 2))
-    assert all(isinstance(outcome, Directory) for outcome in got)
-    assert got[0] == got[1]
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
