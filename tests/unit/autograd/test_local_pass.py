@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.gradient_functions import Broken
-from tests.thorough import examples, lots
+from tests.thorough import examples
 from tests.unit.autograd import awkward_programs, programs
 from tests.unit.autograd.cluster import (
     Cluster,
     Program,
     World,
-    assert_equal_gradients,
     check,
-    expected_gradients,
 )
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
@@ -39,25 +36,6 @@ T = TypeVar("T")
 def test_gradients_equal_those_of_a_single_process(program: Program) -> None:
     for seed in range(examples(3)):
         check(program, seed)
-
-
-@pytest.mark.parametrize("lot", lots(200, 50), ids=str)
-def test_random_programs_equal_a_single_process(lot: range) -> None:
-    for seed in lot:
-        check(programs.random_program(seed), seed)
-
-
-@pytest.mark.parametrize("program", programs.ALL, ids=lambda program: program.__name__)
-def test_two_passes_on_a_retained_graph_add_up(program: Program) -> None:
-    check(program, passes=2)
-
-
-def test_second_pass_on_a_freed_graph_fails() -> None:
-    cluster = Cluster()
-    roots = programs.chain(cluster)
-    cluster.backward(roots)
-    with pytest.raises(AutogradError, match="second time"):
-        cluster.backward(roots)
 
 
 def _on_a_thread(function: Callable[[], T]) -> T:
@@ -99,42 +77,9 @@ def test_gradients_of_gradients_of_what_was_written_to_a_view() -> None:
     torch.testing.assert_close(found, gradient + second)
 
 
-def test_pass_led_by_any_worker() -> None:
-    cluster = Cluster()
-
-    def program(world: World) -> list[Tensor]:
-        sent = world.send(0, 2, *programs.chain(world))
-        return [sent[0] * 2]
-
-    cluster.backward(program(cluster), driver=2)
-    assert_equal_gradients(cluster.gradients(), expected_gradients(program))
-
-
 def test_unused_results_cost_no_gradient_message() -> None:
     cluster = check(programs.dead_branches)
     assert cluster.messages[protocol.Gradients] == 2
-
-
-def test_contexts_on_shared_parameters_do_not_mix() -> None:
-    first, second = Cluster(seed=1), Cluster(seed=2)
-    second.parameters = first.parameters
-    first_roots, second_roots = programs.decoder(first), programs.fan_out(second)
-    second.backward(second_roots)
-    first.backward(first_roots)
-    assert_equal_gradients(first.gradients(), expected_gradients(programs.decoder))
-    assert_equal_gradients(second.gradients(), expected_gradients(programs.fan_out))
-    assert all(parameter.grad is None for parameter in first.parameters.values())
-
-
-def test_sparse_gradients_stay_sparse() -> None:
-    cluster = check(programs.embedding)
-    table = cluster.parameters[1, "table"]
-    assert cluster.contexts[1].get_gradients()[table].is_sparse
-
-
-@pytest.mark.parametrize("steps", [1, 2, 40])
-def test_cycles_of_any_length(steps: int) -> None:
-    check(lambda world: programs.decoder(world, steps))
 
 
 def test_hooks_at_a_cut_see_the_whole_gradient_once() -> None:
@@ -175,16 +120,6 @@ def test_node_hooks_and_module_hooks_before_a_cut_take_effect() -> None:
     check(program)
 
 
-def test_error_in_a_custom_backward_names_worker_and_operation() -> None:
-    cluster = Cluster()
-    received = cluster.send(0, 2, cluster.parameter(0, "x", 3) * 2)[0]
-    result = cluster.send(2, 0, Broken.apply(received))[0]
-    with pytest.raises(AutogradError, match="no slope here") as caught:
-        cluster.backward([result.sum()])
-    assert (caught.value.worker, caught.value.operation) == ("worker2", "Broken.backward")
-    assert isinstance(caught.value.__cause__, ArithmeticError)
-
-
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_reentrant_checkpointing_is_refused_and_adds_to_nothing(is_cut: bool) -> None:
     cluster = Cluster()
@@ -201,18 +136,6 @@ def test_reentrant_checkpointing_is_refused_and_adds_to_nothing(is_cut: bool) ->
         "CheckpointFunction.backward",
     )
     assert weight.grad is None
-
-
-@pytest.mark.parametrize("kind", [protocol.Discover, protocol.Report, protocol.Gradients])
-def test_lost_worker_ends_the_pass(kind: type) -> None:
-    def lose(driver: protocol.Driver, message: protocol.Message) -> list[protocol.Action]:
-        return driver.worker_lost(1, "end of file") if isinstance(message, kind) else []
-
-    cluster = Cluster()
-    roots = programs.reuse(cluster)
-    with pytest.raises(AutogradError, match="end of file") as caught:
-        cluster.backward(roots, on_message=lose)
-    assert caught.value.worker == "worker1"
 
 
 def test_roots_are_checked() -> None:

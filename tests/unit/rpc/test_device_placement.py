@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,10 +25,10 @@ from torchweft.engine.codec import tensors as tensor_tables
 from torchweft.engine.codec.objects import pack
 from torchweft.engine.codec.tensors import describe, read
 from torchweft.engine.worker import peers, tensor_messages
-from torchweft.engine.worker.current import current, is_set
+from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import HOST, DeviceMaps, Peer
 from torchweft.engine.worker.tensor_messages import LocalMessage, own_copy
-from torchweft.errors import ConfigurationError, SerializationError
+from torchweft.errors import SerializationError
 from torchweft.nn import owner
 from torchweft.rpc import options as options_module
 from torchweft.rpc.ports import Ports
@@ -75,10 +75,6 @@ def triple(first: Tensor, second: Tensor) -> tuple[Tensor, int]:
 
 def same(value: Any) -> Any:
     return value
-
-
-def with_name(value: Tensor, *, name: str) -> dict[str, Tensor]:
-    return {name: value}
 
 
 def test_calls_and_their_answers(pair: Pair, arrived: list[int | None]) -> None:
@@ -363,32 +359,6 @@ def test_a_worker_refuses_calls_to_itself_as_well() -> None:
 
 
 # Joining
-
-
-@pytest.mark.parametrize("world_size", [1, None])
-@pytest.mark.parametrize(
-    ("maps", "devices", "message"),
-    [
-        ({"me": {"cuda:2": "cuda:0"}}, (), "Node me has source devices with invalid indices"),
-        ({"me": {"cuda:0": "cuda:2"}}, (), "Node me has target devices with invalid indices"),
-        ({"me": {"cuda:0": "cuda:0"}}, ["cuda:1"], "Node me has unexpected source devices"),
-        ({"me": {"cpu": "cuda:1"}}, ["cuda:0"], "Node me has unexpected target devices"),
-        ({"me": {"cuda:0": "cpu", "cuda:1": "cpu"}}, (), "Node me has duplicated target devices"),
-        ({}, ["cuda:1", "cuda:1"], "Node me has duplicated devices"),
-    ],
-)
-def test_settings_that_do_not_fit_end_the_joining(
-    monkeypatch: pytest.MonkeyPatch,
-    world_size: int | None,
-    maps: dict[str, dict[str, str]],
-    devices: Sequence[str],
-    message: str,
-) -> None:
-    monkeypatch.setattr(options_module.torch.cuda, "device_count", lambda: 2)
-    options = rpc.RpcBackendOptions(store=HashStore(), device_maps=maps, devices=devices)
-    with pytest.raises(ConfigurationError, match=message):
-        rpc.init_rpc("me", rank=0, world_size=world_size, rpc_backend_options=options)
-    assert not is_set()
 
 
 def test_cuda_devices_are_counted_only_if_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

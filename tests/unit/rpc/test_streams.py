@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, WorkerLost
+from torchweft.errors import CallTimeout
 from torchweft.rpc import Merged, Stream, merged
 from torchweft.rpc.calls import OrderedFuture, fail
 
@@ -63,54 +63,6 @@ def named(found: Merged[int], count: int) -> list[tuple[str, int]]:
     return [(stream.worker_name, value) for stream, value in (next(found) for _ in range(count))]
 
 
-def test_values_come_in_the_order_of_arrival() -> None:
-    slow, fast = Scripted("slow"), Scripted("fast", ahead=3)
-    found = merged([slow, fast])
-    fast.come(10, 11, 12)
-    slow.come(1)
-    # Those that have values take turns, in the order in which they came.
-    assert named(found, 4) == [("fast", 10), ("slow", 1), ("fast", 11), ("fast", 12)]
-    slow.come(2)
-    assert named(found, 1) == [("slow", 2)]
-
-
-def test_a_value_is_asked_for_when_one_is_taken() -> None:
-    stream, other = Scripted("one", ahead=2), Scripted("other")
-    found = merged([stream, other])
-    stream.come(0, 1)
-    assert not stream._asked
-    next(found)
-    assert len(stream._asked) == 1
-    assert len(other._asked) == 1
-
-
-def test_the_others_go_on_after_the_end_of_one() -> None:
-    one, other = Scripted("one"), Scripted("other")
-    found = merged([one.end(), other.come(5)])
-    assert named(found, 1) == [("other", 5)]
-    assert found.streams == [other]
-    other.end()
-    assert list(found) == []
-    found.add(Scripted("third").come(7))
-    assert named(found, 1) == [("third", 7)]
-
-
-def test_a_stream_that_failed_is_reported_apart() -> None:
-    told: list[tuple[str, str]] = []
-    one, other = Scripted("one"), Scripted("other")
-    found = merged(
-        [one, other], failed=lambda stream, error: told.append((stream.worker_name, str(error)))
-    )
-    one.end(WorkerLost("gone", worker="one"))
-    other.come(5)
-    assert named(found, 1) == [("other", 5)]
-    assert told == [("one", "gone")]
-    assert one._has_ended
-    other.end(LookupError("empty"))
-    assert list(found) == []
-    assert told[1:] == [("other", "empty")]
-
-
 def test_without_a_place_for_it_an_error_is_raised_and_the_others_go_on() -> None:
     one, other = Scripted("one"), Scripted("other")
     found = merged([one.end(LookupError("empty")), other.come(5)])
@@ -143,15 +95,3 @@ def test_it_closes_its_streams_and_does_not_keep_them() -> None:
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_mistakes() -> None:
-    one = Scripted("one")
-    with pytest.raises(ConfigurationError, match=r"Scripted\(one\) is merged already"):
-        merged([one, one])
-    with pytest.raises(ArgumentTypeError, match="streams"):
-        merged(one)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match="stream"):
-        merged([iter([1])])  # type: ignore[list-item]
-    with pytest.raises(ConfigurationError):
-        merged([one], timeout=-2.0)

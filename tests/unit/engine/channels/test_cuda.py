@@ -19,7 +19,7 @@ from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker import tensor_messages
 from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.tensor_messages import TensorMessage
-from torchweft.errors import ProtocolError, SerializationError, WorkerLost
+from torchweft.errors import ProtocolError, SerializationError
 
 CUDA = torch.device("cuda", 0)
 
@@ -82,18 +82,6 @@ def check(message: TensorMessage, tensors: list[Tensor]) -> None:
         assert got.data_ptr() != sent.data_ptr()
 
 
-def test_tensors_of_a_device_are_copied_by_the_receiver(
-    driver: FakeDriver, pair: list[Member], received: Received
-) -> None:
-    tensors = [driver.allocate(torch.randn(1000)), driver.allocate(torch.arange(100))]
-    for _ in range(5):
-        send(pair, tensors)
-        check(received.next(), tensors)
-    assert driver.pulls == 5
-    assert len(driver.opened) == 2  # Each allocation is mapped once.
-    wait_until(lambda: not held(pair))
-
-
 def test_a_range_of_an_allocation_is_copied(
     driver: FakeDriver, pair: list[Member], received: Received
 ) -> None:
@@ -139,34 +127,6 @@ def test_the_receiver_waits_for_the_work_of_the_sender(
     tensor.fill_(7)  # The work ends with this.
     driver.is_busy = False
     check(received.next(), [torch.full((1000,), 7.0)])
-
-
-def test_a_sender_that_is_lost_meanwhile_is_named(
-    driver: FakeDriver, pair: list[Member], received: Received
-) -> None:
-    first, second = pair
-    driver.is_busy = True
-    send(pair, [driver.allocate(torch.zeros(1000))])
-    wait_until(lambda: first.agent.info.id in second.agent.channels.of(CudaIpc)._imports)
-    second.agent.lose(second.peer(first), "it was killed")
-    error = received.failure()
-    assert isinstance(error, WorkerLost)
-    assert "it was killed" in str(error)
-    wait_until(lambda: not driver.opened)
-
-
-def test_work_that_takes_too_long_is_asked_for(
-    driver: FakeDriver, pair: list[Member], received: Received
-) -> None:
-    pair[1].agent.channels.of(CudaIpc)._stall_s = 0.05
-    tensor = driver.allocate(torch.randn(1000))
-    driver.is_busy = True
-    send(pair, [tensor])
-    assert torch.equal(received.next().tensors()[0][0], tensor)
-    assert not driver.is_busy  # The sender has waited for the contents before it copied them.
-    assert not driver.pulls
-    # Slow work is no reason to give the channel up.
-    assert not is_given_up(pair)
 
 
 def test_memory_that_cannot_be_mapped_comes_through_the_host(
@@ -292,18 +252,3 @@ def test_without_an_event_the_sender_waits_for_its_own_work(
     send(pair, [tensor])
     assert not driver.is_busy
     check(received.next(), [tensor])
-
-
-def test_each_message_can_be_read_alone(
-    driver: FakeDriver, pair: list[Member], received: Received
-) -> None:
-    """Messages before it may be read later, or never."""
-    tensor = driver.allocate(torch.randn(1000))
-    unread = Received(pair[1], fetches=False)
-    send(pair, [tensor])
-    unread.next()
-    wait_until(lambda: not held(pair))
-    received = Received(pair[1])
-    send(pair, [tensor])
-    check(received.next(), [tensor])
-    assert driver.pulls == 1

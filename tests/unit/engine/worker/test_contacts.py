@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import os
 import random
 import socket
@@ -15,7 +14,6 @@ from tests.thorough import examples
 from tests.unit.engine.worker.group import LIMIT_S, Member, group_of, wait_until
 from tests.unit.engine.worker.sessions import HEAD, Pair, content, pair_of, send
 from torchweft import knobs
-from torchweft.engine.io import addresses
 from torchweft.engine.io.handshake import Greeting, Handshake
 from torchweft.engine.io.session import ResumableLink
 from torchweft.engine.protocol import sessions
@@ -343,12 +341,6 @@ def test_a_peer_that_has_forgotten_the_session_is_lost_at_once_and_on_both_sides
     assert any("there is no such session" in cause for cause in pair.lost())
 
 
-def test_a_peer_that_was_lost_is_turned_away(pair: Pair) -> None:
-    pair.acceptor.agent.lose(pair.acceptor.peer(pair.dialler), "a test")
-    wait_until(lambda: len(pair.lost()) == 2)
-    assert "turned away: this group lost worker 'worker0' before" in pair.lost()[0]
-
-
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_goodbye_is_the_end_and_nobody_dials(
     leaver: int, monkeypatch: pytest.MonkeyPatch
@@ -380,55 +372,6 @@ def test_two_that_leave_at_once_do_not_wait_for_each_other(
         for thread in threads:
             thread.join(LIMIT_S)
         assert time.monotonic() - began_s < AT_ONCE_S - 1
-
-
-def unreachable(*_: object, **__: object) -> socket.socket:
-    raise OSError(errno.EHOSTUNREACH, "No route to host")
-
-
-def test_who_cannot_be_reached_is_lost_when_the_time_is_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pair_of(Patience(LIMIT_S, 0.2)) as pair:
-        monkeypatch.setattr(addresses, "dial", unreachable)
-        began_s = time.monotonic()
-        pair.dialler.cut(pair.acceptor)
-        wait_until(lambda: len(pair.lost()) == 2)
-        assert 0.2 <= time.monotonic() - began_s < AT_ONCE_S
-        assert all("could not be made again" in cause for cause in pair.lost())
-        assert all("No route to host" in cause for cause in pair.lost())
-
-
-def test_a_network_that_comes_back_in_time_is_no_loss(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries: list[int] = []
-
-    def flaky(address: addresses.Address, timeout_s: float) -> socket.socket:
-        tries.append(1)
-        if len(tries) > 4:
-            return dial(address, timeout_s)
-        return unreachable()
-
-    dial = addresses.dial
-    monkeypatch.setattr(addresses, "dial", flaky)
-    pair.dialler.cut(pair.acceptor)
-    send(pair.dialler, pair.acceptor, 0)
-    wait_until(lambda: pair.inboxes[1].count == 1 and pair.is_sound)
-    assert len(tries) > 4
-    assert pair.lost() == []
-
-
-def test_silence_that_nothing_breaks_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    began_s = time.monotonic()
-    monkeypatch.setattr(
-        ResumableLink, "silence_s", lambda link: max(0.0, time.monotonic() - began_s)
-    )
-    with pair_of(Patience(0.3, LIMIT_S)) as pair:
-        monkeypatch.setattr(addresses, "dial", unreachable)
-        wait_until(pair.lost)
-        assert 0.3 <= time.monotonic() - began_s < AT_ONCE_S
-        assert "nothing was heard of it for" in pair.lost()[0]
 
 
 def test_how_long_nothing_was_heard_is_told(pair: Pair) -> None:

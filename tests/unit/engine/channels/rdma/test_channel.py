@@ -121,19 +121,6 @@ def test_the_first_large_tensor_goes_another_way_and_begins_a_trial(
     assert len(network.transports) == 2
 
 
-def test_large_tensors_are_read_by_the_receiver(
-    network: FakeNetwork, proven: list[Member], received: Received
-) -> None:
-    for _ in range(5):
-        exchange(proven, received, large())
-    assert network.reads == 5
-    exchange(proven, received, large(), torch.arange(10), torch.randn(500_000), large())
-    assert network.reads == 8
-    wait_until(lambda: not held(proven))
-    assert peer_of(proven).moved["sent rdma"] == 4 * (7 * 60_000 + 500_000)
-    assert proven[1].peer(proven[0]).moved["received rdma"] == 4 * (7 * 60_000 + 500_000)
-
-
 def test_the_other_direction_has_a_trial_of_its_own(
     network: FakeNetwork, proven: list[Member], received: Received
 ) -> None:
@@ -143,53 +130,6 @@ def test_the_other_direction_has_a_trial_of_its_own(
     wait_until(lambda: not obstacle(back))
     exchange(back, answers, large())
     assert len(network.transports) == 4
-
-
-def test_slabs_are_used_again(
-    network: FakeNetwork, proven: list[Member], received: Received
-) -> None:
-    for _ in range(20):
-        exchange(proven, received, large())
-        received.message = None
-        wait_until(lambda: not held(proven))
-    assert network.registered <= 4  # Two at each side.
-
-
-def test_a_tensor_keeps_its_slab(
-    network: FakeNetwork, proven: list[Member], received: Received
-) -> None:
-    sent = [large() for _ in range(4)]
-    kept: list[Tensor] = []
-    for tensor in sent:
-        send(proven, [tensor])
-        [got] = received.next().tensors()[0]
-        kept.append(got[100:])
-        del got
-    assert all(torch.equal(got, tensor[100:]) for got, tensor in zip(kept, sent, strict=True))
-
-
-def test_each_message_can_be_read_alone(
-    network: FakeNetwork, proven: list[Member], received: Received
-) -> None:
-    """Messages in the same slab before it may be read later, or never."""
-    unread = Received(proven[1], fetches=False)
-    send(proven, [torch.randn(200_000)])
-    unread.next()
-    wait_until(lambda: not held(proven))
-    received = Received(proven[1])
-    exchange(proven, received, torch.randn(200_000))
-    assert network.reads == 1
-
-
-def test_a_message_that_cannot_be_sent_gives_its_slab_back(
-    network: FakeNetwork, proven: list[Member], received: Received
-) -> None:
-    for _ in range(10):
-        with pytest.raises(struct.error, match=r"out of range|requires 0 <= number"):
-            proven[0].tensor_messages.encode(peer_of(proven), Kind.CALL, 0, -1, FRONT, [large()])
-    assert not held(proven)
-    assert network.registered <= 3
-    exchange(proven, received, large())
 
 
 @pytest.mark.parametrize("action", ["open", "bind", "connect", "register"])
@@ -242,22 +182,6 @@ def test_a_trial_without_a_result_gives_the_channel_up(
     exchange(pair, received, large())
     wait_until(lambda: not pair[1].agent.reactor.busy)
     assert "not there after" in obstacle(pair)  # It comes too late.
-
-
-def test_a_read_that_fails_is_asked_for_again(
-    network: FakeNetwork,
-    proven: list[Member],
-    received: Received,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    network.fails = True
-    exchange(proven, received, large(), torch.arange(3), large())
-    network.fails = False
-    exchange(proven, received, large())
-    [warning] = warnings_in(caplog)
-    assert "cannot get tensors of this process" in warning
-    assert not network.reads
-    wait_until(lambda: not held(proven))
 
 
 def test_a_read_that_takes_too_long_is_asked_for_and_its_slabs_are_not_used_again(
