@@ -11,7 +11,7 @@ import torchweft
 import torchweft.memory
 from tests.contract.processes import shared_memory
 from tests.contract.processes.shared_memory import checksum
-from tests.processes import internals, shared_memory_internals
+from tests.processes import shared_memory_internals
 from tests.processes.shared_memory_internals import (
     loans_of,
     meet,
@@ -52,34 +52,6 @@ def test_the_sender_may_write_as_soon_as_the_call_is_made(group: Cluster) -> Non
         calls.append(rpc.rpc_async("worker0", checksum, args=(sent,)))
     sent.fill_(99)
     assert torch.futures.wait_all(calls) == [AT_ONCE_BYTES * value for value in range(1, 9)]
-
-
-def test_a_slab_is_lent_until_its_tensor_dies(group: Cluster) -> None:
-    no_loans("driver", "worker0")
-    before = statistics().resident_bytes
-    for number in range(3):
-        rpc.rpc_sync("worker0", shared_memory.keep, args=(tensor_of(SIZE, number),))
-    assert statistics().loan_count == 3
-    sums = [rpc.rpc_sync("worker0", shared_memory.checksum_of_kept, args=(n,)) for n in range(3)]
-    assert sums == [0, SIZE, 2 * SIZE]
-    rpc.rpc_sync("worker0", shared_memory.drop_kept)
-    no_loans("driver")
-    assert before <= statistics().resident_bytes <= before + 3 * SIZE
-
-
-def test_results_are_lent_as_well(group: Cluster) -> None:
-    no_loans("worker0")
-    received = rpc.rpc_sync("worker0", internals.make_tensor, args=(SIZE,))
-    view = received[5:10]
-    del received
-    assert loans_of("worker0") == 1
-    view.fill_(3)
-    assert torch.equal(
-        rpc.rpc_sync("worker0", internals.make_tensor, args=(SIZE,)),
-        internals.make_tensor(SIZE),
-    )
-    del view
-    no_loans("worker0")
 
 
 def test_shared_memory_lives_as_long_as_anybody_has_it(group: Cluster) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tests.memory_counts import held_counts
-from tests.thorough import examples
 from tests.unit.engine.channels.fake_driver import FakeDriver
 from tests.unit.engine.channels.fake_transport import FakeNetwork
 from tests.unit.engine.worker.group import FRONT, Member, Received, group_of, wait_until
@@ -32,7 +31,7 @@ from torchweft.errors import ProtocolError, WeftError
 KIB, MIB, NEVER = 1 << 10, 1 << 20, 1 << 60
 FROM = 70 * KIB
 """Size from which the channel that is tested takes buffers; smaller ones follow their message."""
-SIZES = [0, 1, 4096, FROM - 1, FROM, FROM + 1, MIB, examples(16) * MIB + 3]
+SIZES = [0, 1, 4096, FROM - 1, FROM, FROM + 1, MIB, 4 * MIB + 3]
 HOST = [channel.name for channel in CHANNELS if not channel.is_for_devices]
 KNOBS: dict[str, Any] = {
     "shm": knobs.SHM_FROM_BYTES,

@@ -9,14 +9,11 @@ import sys
 import types
 from typing import Any, cast
 
-import cloudpickle
 import pytest
 import torch
 
 from tests.unit.engine.codec.trips import object_trip
 from torchweft.engine.codec.objects import pack, unpack
-from torchweft.engine.codec.reading import make_reader
-from torchweft.errors import NotAllowed
 
 
 def test_functions_that_share_globals_share_them_after_the_trip() -> None:
@@ -66,29 +63,6 @@ def test_tensors_and_functions_are_one_object_each_in_a_pickle() -> None:
 
 
 # Readers that refuse functions by value
-
-
-def test_a_reader_with_an_allow_list_refuses_code_in_the_same_words() -> None:
-    reader = make_reader(["tests"], False, "ps")
-    function = lambda: 1  # noqa: E731
-    texts = set()
-    packed = pack([function], main_by_name=True)
-    with pytest.raises(NotAllowed) as caught:
-        reader.unpack(packed.payload, [], [])
-    texts.add(str(caught.value))
-    old = reader.unpack
-    with pytest.raises(NotAllowed) as caught:
-        old(cloudpickle.dumps(function), [], [])
-    texts.add(str(caught.value))
-    assert len(texts) == 1, texts
-    assert "travels by value: define it at the top level" in texts.pop()
-
-
-def test_a_strict_reader_refuses_code() -> None:
-    reader = make_reader(None, True, "ps")
-    packed = pack([lambda: 1], main_by_name=True)
-    with pytest.raises(NotAllowed, match="is strict and was sent a pickle"):
-        reader.unpack(packed.payload, [], [])
 
 
 def test_enumerations_and_dataclasses_of_a_function_travel() -> None:

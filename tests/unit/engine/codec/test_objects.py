@@ -18,17 +18,14 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.interpreters import frees_functions
 from tests.tables import cases
-from tests.thorough import examples
 from tests.unit.engine.codec import importable
 from tests.unit.engine.codec.trips import object_trip
 from torchweft.engine.codec import functions, objects, reducers, values
-from torchweft.engine.codec.objects import Packed, pack, register_external, unpack
+from torchweft.engine.codec.objects import pack, register_external, unpack
 from torchweft.errors import ProtocolError, SerializationError, UnknownFunction
 
 KILOBYTE = 1024
@@ -65,24 +62,6 @@ def handle_type(monkeypatch: pytest.MonkeyPatch) -> type:
             raise AssertionError("a handle is never pickled")
 
     return Handle
-
-
-json_like = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
-    max_leaves=5,
-)
-
-
-@settings(max_examples=examples(30))
-@given(json_like)
-def test_plain_values_survive(value: Any) -> None:
-    assert object_trip(value) == value
 
 
 @cases(
@@ -128,16 +107,6 @@ def test_tensors_are_taken_out_wherever_they_are() -> None:
     assert batch.extra["list"][1][1].weight is packed.tensors[3]
     assert five is packed.tensors[4]
     assert keywords["key"] is packed.tensors[5]
-
-
-def test_one_tensor_is_taken_out_once_and_stays_one_object() -> None:
-    tensor = torch.ones(2)
-    packed = pack([tensor, {"again": tensor}, tensor], main_by_name=True)
-    assert len(packed.tensors) == 1
-    assert packed.tensors[0] is tensor
-    first, second, third = object_trip([tensor, {"again": tensor}, tensor])
-    assert first is second["again"] is third
-    assert first is not tensor
 
 
 def test_shared_and_circular_structure_survives() -> None:
@@ -230,11 +199,6 @@ def test_operators_arrive_as_the_very_same(function: Any) -> None:
     assert object_trip([function])[0] is function
 
 
-def test_importable_functions_and_classes_go_by_name() -> None:
-    values = [importable.plain, importable.Base, importable.Base.Inner, importable.cached]
-    assert all(left is right for left, right in zip(object_trip(values), values, strict=True))
-
-
 def test_local_classes_and_their_objects_go_by_value() -> None:
     class Local(importable.Base):
         def __init__(self, weight: Tensor) -> None:
@@ -246,13 +210,6 @@ def test_local_classes_and_their_objects_go_by_value() -> None:
     arrived = object_trip(Local(torch.ones(2)))
     assert arrived.method() == "local Local"
     assert arrived.weight.sum() == 2
-
-
-def test_a_recursive_closure_survives() -> None:
-    def factorial(n: int) -> int:
-        return n * factorial(n - 1) if n else 1
-
-    assert object_trip(factorial)(5) == 120
 
 
 @pytest.fixture
@@ -307,16 +264,6 @@ def test_a_spawned_process_sends_its_main_program_by_either_way(
     finally:
         if "__mp_main__" in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.unregister_pickle_by_value(types.ModuleType("__mp_main__"))
-
-
-def test_a_module_registered_with_cloudpickle_goes_by_value() -> None:
-    functions._names.clear()  # A name that was found before stays.
-    cloudpickle.register_pickle_by_value(importable)
-    try:
-        assert object_trip(importable.decorated) is not importable.decorated
-    finally:
-        cloudpickle.unregister_pickle_by_value(importable)
-    assert object_trip(importable.decorated) is importable.decorated
 
 
 def test_a_lambda_needs_nothing_of_the_module_it_was_written_in(
@@ -380,12 +327,6 @@ def test_other_unpicklers_refuse_a_payload_with_tensors() -> None:
     packed = pack((torch.ones(1), object()), main_by_name=True)
     with pytest.raises((ImportError, AttributeError, ProtocolError)):
         pickle.loads(packed.payload)
-
-
-def test_packed_is_small() -> None:
-    packed = pack(((torch.ones(2), 1), {}), main_by_name=True)
-    assert type(packed) is Packed
-    assert len(packed.payload) < 64
 
 
 NO = "worker 'far' runs Python 3.99, this one 3.11: functions do not travel by value between them"
@@ -549,18 +490,6 @@ def test_every_kind_of_object_arrives_and_packs_the_same_again(kind: str) -> Non
     arrived = object_trip(many_kinds()[kind])
     if kind not in ("scripted", "nested", "objects"):  # Their bytes differ each time.
         assert picture(arrived) == picture(object_trip(arrived))
-
-
-def test_references_are_taken_out_in_order(handle_type: type) -> None:
-    class Kind(handle_type):  # type: ignore[misc]
-        pass
-
-    first, second, tensor = handle_type(), Kind(), torch.ones(1)
-    packed = pack([first, {"x": [second, tensor]}, first, tensor], main_by_name=True)
-    assert packed.externals == [first, second]
-    assert packed.tensors == [tensor]
-    arrived: Any = unpack(packed.payload, [tensor], ["a", "b"])
-    assert arrived == ["a", {"x": ["b", tensor]}, "a", tensor]
 
 
 def test_classes_that_become_references_later_are_taken_out(

@@ -601,15 +601,6 @@ def test_values_of_other_kinds_are_left_to_the_other_encoder(given: Any) -> None
     assert values.decode(strict, (), ()) == given
 
 
-def test_special_numbers_come_back() -> None:
-    payload, _ = encoded((math.nan, -math.inf, -0.0))
-    assert payload is not None
-    nan, infinite, zero = values.decode(payload, (), ())
-    assert math.isnan(nan)
-    assert infinite == -math.inf
-    assert math.copysign(1.0, zero) == -1.0
-
-
 def test_tensors_are_of_any_kind_and_stay_outside() -> None:
     parameter = nn.Parameter(torch.ones(2))
     sparse = TABLE.to_sparse()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import ssl
 import threading
@@ -14,14 +13,13 @@ from typing import Any
 import pytest
 
 from tests.certificates import Authority
-from tests.unit.engine.worker.group import KEY, LIMIT_S, TOKEN, Member, group_of, wait_until
+from tests.unit.engine.worker.group import KEY, LIMIT_S, Member, group_of, wait_until
 from torchweft import knobs
-from torchweft.engine.io import addresses, handshake
-from torchweft.engine.io.handshake import Greeting, Handshake, NotProven, frame_with, new_voucher
+from torchweft.engine.io import addresses
+from torchweft.engine.io.handshake import Greeting, Handshake, frame_with, new_voucher
 from torchweft.engine.io.link import shut
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.connecting import Acceptor
-from torchweft.errors import WorkerLost
 from torchweft.secret import Secret
 
 STRANGERS = 4
@@ -88,24 +86,6 @@ def is_hung_up_on(stranger: socket.socket) -> bool:
         while stranger.recv(1000):
             pass
     return True
-
-
-def test_strangers_beyond_the_limit_turn_out_the_oldest(pair: list[Member]) -> None:
-    first, second = pair
-    with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(dial(second)) for _ in range(3 * STRANGERS)]
-        taken = second.agent._acceptor._strangers._open
-        wait_until(lambda: len(ended_ones(strangers)) == 2 * STRANGERS)
-        assert len(taken) == STRANGERS
-        with vouchers_come_with_connections(first, second):
-            first.agent.connect(first.peer(second))  # Members still get in.
-        assert first.peer(second).lost is None
-        assert len(taken) == STRANGERS
-        assert len(ended_ones(strangers)) == 2 * STRANGERS
-        oldest = next(iter(taken))
-        with dial(second), dial(second):
-            wait_until(lambda: oldest not in taken)
-    wait_until(lambda: not taken)
 
 
 def test_strangers_that_go_slowly_occupy_no_more_threads_and_none_of_a_member(
@@ -192,20 +172,6 @@ def test_a_member_whose_tls_handshake_is_slow_keeps_its_place_in_a_flood(tmp_pat
         assert tls.read(1) == b"\1"  # It accepts the certificate.
 
 
-def test_members_have_so_many_places_and_no_more(pair: list[Member]) -> None:
-    first, second = pair
-    admitted = second.agent._acceptor._strangers
-    with contextlib.ExitStack() as stack:
-        members = [slow_member(second, stack) for _ in range(STRANGERS)]
-        wait_until(lambda: len(admitted._members) == STRANGERS)
-        late = slow_member(second, stack)
-        wait_until(lambda: admitted._open)
-        assert len(admitted._members) == STRANGERS
-        # It is served as a stranger.
-        assert greet_as(late, first.agent.info.id) == ""
-        assert {greet_as(each, first.agent.info.id) for each in members} == {""}
-
-
 @pytest.mark.parametrize(
     "voucher",
     [
@@ -224,20 +190,6 @@ def test_a_false_voucher_is_none(pair: list[Member], voucher: str) -> None:
         wait_until(lambda: not second.agent._acceptor._strangers._silent)
         assert not second.agent._acceptor._strangers._members
         assert greet_as(connection, first.agent.info.id) == ""
-
-
-def test_a_voucher_that_is_sent_again_is_none(pair: list[Member]) -> None:
-    first, second = pair
-    voucher = frame_with(new_voucher(KEY, second.agent.info.id))
-    with dial(second) as member, dial(second) as copy:
-        member.sendall(voucher)
-        wait_until(lambda: len(second.agent._acceptor._strangers._members) == 1)
-        copy.sendall(voucher)
-        wait_until(lambda: second.agent._acceptor._strangers._open)
-        wait_until(lambda: not second.agent._acceptor._strangers._silent)
-        assert len(second.agent._acceptor._strangers._members) == 1
-        assert greet_as(member, first.agent.info.id) == ""
-        assert greet_as(copy, first.agent.info.id) == ""
 
 
 @pytest.fixture
@@ -323,122 +275,6 @@ def test_members_get_in_during_a_flood(pair: list[Member]) -> None:
     wait_until(lambda: not second.agent._acceptor._strangers._open)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x01\0\0\0" + (200_000).to_bytes(4, "little") + bytes(8) + b"[" * 200_000,
-        bytes(range(256)) * 10,
-        b"",
-    ],
-    ids=["http", "large", "noise", "silent"],
-)
-def test_a_stranger_is_hung_up_on_and_told_nothing(pair: list[Member], said: bytes) -> None:
-    _, second = pair
-    with dial(second) as stranger:
-        challenge = stranger.recv(1000)
-        with contextlib.suppress(OSError):  # The connection may end before all data is sent.
-            stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1000) == b""
-    assert TOKEN.encode() not in challenge
-    assert second.agent.links.all() == []
-
-
-def test_a_stranger_has_only_so_much_time() -> None:
-    with (
-        knobs.CONNECT_TIMEOUT_S.override(0.1),
-        group_of(1) as [member],
-    ):
-        member.start()
-        began_s = time.monotonic()
-        with dial(member) as stranger:
-            assert is_hung_up_on(stranger)
-        assert 0.1 <= time.monotonic() - began_s < AT_ONCE_S
-
-
-@pytest.mark.parametrize("over", ["unix", "tcp"])
-def test_a_worker_with_another_secret_is_turned_away_at_once(over: str) -> None:
-    tokens = (TOKEN, TOKEN[::-1])
-    with (
-        knobs.CONNECT_TIMEOUT_S.override(LIMIT_S),
-        group_of(2, over=over, tokens=tokens) as (first, second),
-    ):
-        for member in (first, second):
-            member.start()
-        began_s = time.monotonic()
-        with pytest.raises(WorkerLost, match="another secret, or another run") as caught:
-            first.agent.connect(first.peer(second))
-        assert time.monotonic() - began_s < AT_ONCE_S
-        cause: BaseException | None = caught.value
-        causes = []
-        while cause is not None:
-            causes.append(type(cause))
-            cause = cause.__cause__
-        assert NotProven in causes
-        assert second.peer(first).lost is None
-        assert second.agent.links.all() == []
-
-
-def test_a_recorded_greeting_does_not_get_anybody_in(pair: list[Member]) -> None:
-    first, second = pair
-    recorded: list[bytes] = []
-    with dial(second) as member:
-        keeping = KeepingSocket(member, recorded)
-        handshake = Handshake.dial(keeping, KEY, time.monotonic() + LIMIT_S)  # type: ignore[arg-type]
-        handshake.send(Kind.HELLO, Greeting(0, facts={"purpose": "introduction"}))
-        assert handshake.receive(Kind.WELCOME).refusal == ""
-    with dial(second) as stranger:
-        stranger.recv(1000)
-        stranger.sendall(b"".join(recorded))
-        kind = stranger.recv(1000)[:1]
-        assert kind == bytes([Kind.GOODBYE])
-    assert first.agent.links.all() == second.agent.links.all() == []
-
-
-class KeepingSocket:
-    """A socket that keeps what is written to it."""
-
-    def __init__(self, connection: socket.socket, written: list[bytes]) -> None:
-        self._connection = connection
-        self._written = written
-
-    def sendall(self, data: bytes) -> None:
-        self._written.append(data)
-        self._connection.sendall(data)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._connection, name)
-
-
-@pytest.mark.parametrize("over", ["unix", "tcp"])
-@pytest.mark.parametrize(
-    ("user", "has_secret", "is_let_in"),
-    [
-        (54321, False, False),
-        (None, False, False),
-        (54321, True, True),
-        (0, False, True),
-        (os.geteuid(), False, True),
-    ],
-)
-def test_without_a_secret_other_users_are_turned_away(
-    monkeypatch: pytest.MonkeyPatch, over: str, user: int | None, has_secret: bool, is_let_in: bool
-) -> None:
-    with group_of(1, over=over) as [member]:
-        member.agent._connector.has_secret = has_secret
-        member.start()
-        monkeypatch.setattr(handshake, "user_of", lambda connection: user)
-        with dial(member) as connection:
-            if is_let_in:
-                Handshake.dial(connection, KEY, time.monotonic() + LIMIT_S)
-            else:
-                # It does not even get a challenge, though it has the key.
-                with contextlib.suppress(ConnectionResetError):
-                    assert connection.recv(1000) == b""
-
-
 def test_the_worker_that_was_here_before_is_not_taken_for_this_one(pair: list[Member]) -> None:
     _, second = pair
     with dial(second) as connection:
@@ -460,13 +296,3 @@ def test_who_closes_turns_away_who_has_not_said_who_it_is(pair: list[Member]) ->
         with socket.create_connection(listener.getsockname(), LIMIT_S) as late:
             second.agent._acceptor.accept(listener)
             assert is_hung_up_on(late)
-
-
-def test_another_key_opens_nothing(pair: list[Member]) -> None:
-    _, second = pair
-    with dial(second) as connection:
-        handshake = Handshake.dial(connection, Secret(bytes(32)), time.monotonic() + LIMIT_S)
-        handshake.send(Kind.HELLO, Greeting(0, facts={"purpose": "introduction"}))
-        with pytest.raises(NotProven):
-            handshake.receive(Kind.WELCOME)
-        assert connection.recv(1) == b""

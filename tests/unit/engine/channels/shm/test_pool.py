@@ -65,57 +65,6 @@ def lend(pool: SharedPool, borrower: Borrower, size_bytes: int) -> Loan:
     return loan
 
 
-def test_a_slab_comes_back_when_the_borrower_s_last_view_dies(
-    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
-) -> None:
-    entry = lend(pool, borrower, 100 * KIB)
-    tensor = torch.frombuffer(borrowed.take(entry.content, 100 * KIB), dtype=torch.float32)
-    view = tensor[5:7]
-    del tensor
-    gc.collect()
-    assert shared_counts(pool).loan_count == 1
-    del view
-    assert shared_counts(pool)[1:3] == (slab_size(100 * KIB), 0)
-    again = lend(pool, borrower, 100 * KIB)
-    assert again.offset == entry.offset
-    assert again.tag != entry.tag
-
-
-def test_both_sides_see_the_same_bytes(
-    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
-) -> None:
-    entry = lend(pool, borrower, 3)
-    pool.area.memory[entry.offset : entry.offset + 3] = [1, 2, 3]
-    memory = borrowed.take(entry.content, 3)
-    assert bytes(memory) == b"\1\2\3"
-    assert not memory.readonly
-
-
-def test_a_late_or_second_end_of_a_loan_ends_no_other(
-    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
-) -> None:
-    first = lend(pool, borrower, KIB)
-    borrowed.refuse(first.content)
-    second = lend(pool, borrower, KIB)
-    assert (second.offset, second.tag & 0xFFFF) == (first.offset, first.tag & 0xFFFF)
-    borrowed.refuse(first.content)
-    assert shared_counts(pool).loan_count == 1
-    borrowed.refuse(second.content)
-    borrowed.refuse(second.content)
-    assert shared_counts(pool).loan_count == 0
-    assert shared_counts(pool).idle_bytes == slab_size(KIB)
-
-
-def test_a_loan_that_was_never_told_is_taken_back(pool: SharedPool, borrower: Borrower) -> None:
-    entry = lend(pool, borrower, KIB)
-    pool.take_back(entry.tag)
-    assert shared_counts(pool).loan_count == 0
-    other = lend(pool, borrower, KIB)
-    pool.take_back(entry.tag)
-    assert shared_counts(pool).loan_count == 1, "it was another loan of the same ticket"
-    pool.take_back(other.tag)
-
-
 def test_a_large_slab_is_made_when_asked_for_again(pool: SharedPool, borrower: Borrower) -> None:
     assert pool.lend(AT_ONCE_BYTES + 1, borrower) is None
     assert shared_counts(pool).resident_bytes == 0
@@ -123,17 +72,6 @@ def test_a_large_slab_is_made_when_asked_for_again(pool: SharedPool, borrower: B
     assert pool.lend(AT_ONCE_BYTES * 4, borrower) is None
     pool.trim()  # Runs some seconds later; forgets the request.
     assert pool.lend(AT_ONCE_BYTES * 4, borrower) is None
-
-
-def test_memory_is_bounded(pool: SharedPool, borrowed: Borrowed, borrower: Borrower) -> None:
-    entries = [lend(pool, borrower, MIB) for _ in range(16)]
-    assert pool.lend(KIB, borrower) is None
-    with pytest.raises(MemoryError, match="WEFT_SHM_LIMIT_BYTES"):
-        pool.share(KIB)
-    assert shared_counts(pool).resident_bytes == 16 * MIB
-    borrowed.refuse(entries[7].content)
-    assert pool.lend(KIB, borrower) is not None, "idle slabs of other sizes are in the way"
-    assert shared_counts(pool).resident_bytes == 15 * MIB + slab_size(KIB)
 
 
 def test_more_than_the_limit_at_once_moves_nothing(pool: SharedPool, borrower: Borrower) -> None:
@@ -227,32 +165,6 @@ def test_idle_memory_is_given_back(pool: SharedPool, borrower: Borrower) -> None
     pool.take_back(lent.tag)
     assert pool.trim() == MIB
     assert os.fstat(pool.descriptor).st_blocks == before
-
-
-def test_a_lost_borrower_that_lives_keeps_what_it_has(
-    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
-) -> None:
-    first, second = lend(pool, borrower, KIB), lend(pool, borrower, KIB)
-    pool.lose(borrower)
-    pool.trim()
-    assert shared_counts(pool).loan_count == 2
-    borrowed.refuse(first.content)
-    assert shared_counts(pool).loan_count == 1
-    type(borrower.process).dead = True  # type: ignore[attr-defined]
-    pool.trim()
-    assert shared_counts(pool).loan_count == 0
-    borrowed.refuse(second.content)
-    assert shared_counts(pool).idle_bytes == 0
-
-
-def test_a_lost_borrower_that_is_dead_keeps_nothing(pool: SharedPool, borrower: Borrower) -> None:
-    other = Borrower(Mortal(2, "now"))
-    kept = lend(pool, other, KIB)
-    lend(pool, borrower, KIB)
-    type(borrower.process).dead = True  # type: ignore[attr-defined]
-    pool.lose(borrower)
-    assert shared_counts(pool).loan_count == 1
-    pool.take_back(kept.tag)
 
 
 def test_a_borrower_s_tensors_outlive_the_pool(
