@@ -101,6 +101,7 @@ test-plain: $(VENV)/.installed-test
 
 # AddressSanitizer and UBSan end the process at the first fault. Python and torch are not built with
 # them, so they have to be loaded first, and cannot tell leaks: tests/unit/test_native.py does.
+# The fuzzer tries more bytes than the tests' random examples, so these are few.
 SANITIZED := build/sanitized
 SANITIZERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
 WITH_SANITIZERS = LD_PRELOAD='$(SANITIZERS)' ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
@@ -116,7 +117,7 @@ sanitized: $(VENV)/.installed-fuzz
 
 .PHONY: sanitize
 sanitize: sanitized
-	@$(WITH_SANITIZERS) $(PYTEST) tests/unit/test_native.py -k 'not plain' \
+	@WEFT_TEST_SHARE=60 $(WITH_SANITIZERS) $(PYTEST) tests/unit/test_native.py -k 'not plain' \
 	    tests/unit/rpc/test_call_frames.py \
 	    tests/unit/engine/codec/test_values.py tests/unit/engine/codec/test_makers.py \
 	    tests/unit/engine/codec/test_tensors.py \
@@ -143,13 +144,13 @@ thorough: $(VENV)/.installed-test sanitized
 	@$(FUZZ_NATIVE) --bare 10000000
 
 # One run, as each start of pytest imports all that its tests need. The tests for a GPU keep a group
-# for the whole run, so they have their own.
+# for the whole run, so they have their own, in one process.
 WHOLE := $(WHOLE_PROGRAMS) tests/tools tests/contract/conformance $(LAUNCHERS)
 
 .PHONY: end-to-end
 end-to-end: $(VENV)/.installed-test
 	@$(PYTEST) $(WHOLE) -m 'not launcher or smoke'
-	@WEFT_TEST_DEVICE=cpu $(PYTEST) tests/gpu
+	@WEFT_TEST_DEVICE=cpu $(PY) -m pytest tests/gpu
 
 # Each test is skipped, with the reason, where its system is missing. Pip installs Ray and the
 # client of Kubernetes; the others are the distribution's.
