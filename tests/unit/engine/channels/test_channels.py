@@ -27,7 +27,6 @@ from torchweft.engine.channels.channels import Channels
 from torchweft.engine.wire.messages import Kind, decode_ints
 from torchweft.engine.worker.tensor_messages import (
     FOLLOWS,
-    TensorMessage,
     TensorMessages,
     decode_table,
     encode_table,
@@ -145,27 +144,6 @@ def held_one(held: Held, fake: Fake, memory: memoryview) -> int:
     return token
 
 
-def test_release_lets_go_once(fakes: list[Fake]) -> None:
-    held, fake = Held(), fakes[0]
-    tokens = [held_one(held, fake, memoryview(bytes(size))) for size in (10, 20, 30)]
-    assert held_counts(held) == (3, 60)
-    held.release(tokens[1])
-    held.release(tokens[1])
-    assert held_counts(held) == (2, 40)
-    held.release(tokens[0])
-    assert held_counts(held) == (1, 30)
-
-
-def test_memory_is_kept_until_released(fakes: list[Fake]) -> None:
-    held, array = Held(), np.zeros(100, dtype=np.uint8)
-    alive = weakref.ref(array)
-    token = held_one(held, fakes[0], array.data)
-    del array
-    assert alive() is not None
-    held.release(token)
-    assert alive() is None
-
-
 def test_close_lets_go_of_everything_for_good(fakes: list[Fake]) -> None:
     held = Held()
     arrays = [np.zeros(100, dtype=np.uint8) for _ in range(2)]
@@ -237,16 +215,6 @@ def test_a_buffer_takes_the_first_channel_that_has_room(
     assert held_counts(peer.held) == (0, 0)
 
 
-def test_where_all_buffers_follow_there_is_no_table(
-    channels: TensorMessages, fakes: list[Fake], peer: Any
-) -> None:
-    parcel = channels.put(peer, tensors(0, 10, 99))
-    assert parcel.table == b""
-    assert len(parcel.following) == 3
-    assert channels.put(SomePeer(), tensors(1000)).table == b""
-    assert held_counts(peer.held) == (0, 0)
-
-
 def test_nothing_is_held_for_a_channel_whose_buffers_come_back_otherwise(
     channels: TensorMessages, fakes: list[Fake], peer: Any
 ) -> None:
@@ -277,44 +245,8 @@ def message(*entries: Entry) -> tuple[bytes, list[bytes]]:
     return encode_table(5, entries), [b"f" * e.size_bytes for e in entries if e.channel == FOLLOWS]
 
 
-MIXED = Entry(11, 3, b"a"), Entry(FOLLOWS, 2), Entry(12, 4, b"b"), Entry(11, 1, b"c")
-
-
 def no_devices() -> dict[int, torch.device | None]:
     raise AssertionError("no channel is for devices")
-
-
-def test_buffers_are_put_in_the_message_s_order(
-    channels: TensorMessages, fakes: list[Fake], peer: Any, posts: Posts
-) -> None:
-    pulled: list[tuple[str, int]] = []
-    channels.on_pulled = lambda peer, name, size_bytes: pulled.append((name, size_bytes))
-    got = channels.get(peer, *message(*MIXED), no_devices)
-    assert got == [b"aaa", b"ff", b"bbbb", b"c"]
-    assert pulled == [("best", 4), ("next", 4)]
-    assert posts.sent == [(Kind.PULLED, (5).to_bytes(8, "little"))]
-
-
-def test_nothing_is_reported_where_nothing_is_held(
-    channels: TensorMessages, peer: Any, posts: Posts
-) -> None:
-    assert channels.get(peer, *message(Entry(13, 2, b"z")), no_devices) == [b"zz"]
-    assert posts.sent == []
-
-
-@pytest.mark.parametrize("is_lasting", [True, False])
-def test_what_does_not_come_is_asked_for(
-    channels: TensorMessages,
-    fakes: list[Fake],
-    peer: Any,
-    asked: list[tuple[int, ...]],
-    is_lasting: bool,
-) -> None:
-    fakes[0].error = CannotGet("broken")
-    fakes[0].error.is_lasting = is_lasting
-    got = channels.get(peer, *message(Entry(11, 100, b"a"), Entry(12, 1, b"b")), no_devices)
-    assert got == [b"y" * 100, b"b"]
-    assert asked == [(5, 11, int(is_lasting))]
 
 
 def test_what_comes_in_another_size_is_an_error_and_the_rest_is_dropped(
@@ -324,15 +256,6 @@ def test_what_comes_in_another_size_is_an_error_and_the_rest_is_dropped(
     with pytest.raises(ProtocolError, match=r"'worker1' could not resend .* broken"):
         channels.get(peer, *message(Entry(11, 99, b"a"), Entry(12, 1, b"b")), no_devices)
     assert fakes[1].events == ["drop 1"]
-    assert [kind for kind, _ in posts.sent] == [Kind.PULLED]
-
-
-def test_a_message_that_is_not_read_is_dropped(
-    channels: TensorMessages, fakes: list[Fake], peer: Any, posts: Posts
-) -> None:
-    table, following = message(*MIXED)
-    channels.discard(peer, TensorMessage(b"", table, following, "here", 10))  # type: ignore[arg-type]
-    assert [fake.events for fake in fakes] == [["drop 2"], ["drop 1"], []]
     assert [kind for kind, _ in posts.sent] == [Kind.PULLED]
 
 

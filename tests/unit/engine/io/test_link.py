@@ -120,16 +120,6 @@ class Reader(threading.Thread):
         return self.frames
 
 
-def test_frames_arrive_in_order(ends: tuple[End, End]) -> None:
-    one, other = ends
-    for number in range(100):
-        one.link.send(frame_parts(number, b"c" * number, b"b" * number), may_block=False)
-    frames = read_frames(other.link, 100)
-    assert [frame.id for frame in frames] == list(range(100))
-    assert all(bytes(frame.control) == b"c" * frame.id for frame in frames)
-    assert one.link.bytes_sent == other.link.bytes_received
-
-
 def test_a_thread_that_must_not_block_leaves_the_rest_to_flush(ends: tuple[End, End]) -> None:
     one, other = ends
     big = b"x" * BIG_BYTES
@@ -257,15 +247,6 @@ def check_whole(frames: list[Frame], threads_count: int, each: int) -> None:
             assert all(bytes(part) == bytes([writer]) * len(part) for part in parts)
 
 
-def test_what_was_sent_before_the_end_is_received(ends: tuple[End, End]) -> None:
-    one, other = ends
-    one.link.send(frame_parts(1, b"last words"), may_block=False)
-    one.link.hang_up()
-    assert [frame.id for frame in read_frames(other.link, 1)] == [1]
-    with reading(other.link), pytest.raises(LinkClosed, match="end of file"):
-        received(other.link, may_block=True)
-
-
 def test_the_end_inside_a_frame_is_noticed(ends: tuple[End, End]) -> None:
     one, other = ends
     whole = b"".join(bytes(part) for part in frame_parts(1, b"c" * 5000, b"b" * 5000))
@@ -273,12 +254,6 @@ def test_the_end_inside_a_frame_is_noticed(ends: tuple[End, End]) -> None:
     one.link.hang_up()
     with pytest.raises(LinkClosed, match="end of file"):
         read_frames(other.link, 1)
-
-
-def test_nothing_to_read_is_no_frame(ends: tuple[End, End]) -> None:
-    link = ends[0].link
-    with reading(link):
-        assert received(link, may_block=False) == []
 
 
 def test_a_blocked_reader_looks_up_now_and_then(ends: tuple[End, End]) -> None:

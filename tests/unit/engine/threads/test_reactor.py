@@ -70,33 +70,6 @@ class Tasks:
             assert self.has_ended.acquire(timeout=LIMIT_S)
 
 
-def test_a_task_runs_with_its_arguments(make_reactor: Make) -> None:
-    reactor, done, got = make_reactor(1), threading.Event(), []
-
-    def task(first: object, second: object) -> None:
-        got.append((first, second, threading.current_thread().name))
-        done.set()
-
-    reactor.submit(task, 1, "two")
-    assert done.wait(LIMIT_S)
-    assert got[0][:2] == (1, "two")
-    assert got[0][2].startswith("test-")
-
-
-def test_no_more_tasks_run_than_the_limit(make_reactor: Make) -> None:
-    reactor = make_reactor(3)
-    tasks = Tasks(reactor)
-    for _ in range(10):
-        reactor.submit_task(tasks.hold)
-    tasks.await_begun(3)
-    for _ in range(50):
-        reactor.help_if_stalled(0)
-    assert reactor.busy == 10
-    tasks.may_end.set()
-    tasks.await_ended(10)
-    assert tasks.most == 3
-
-
 def test_a_task_that_waits_for_another_worker_makes_room(make_reactor: Make) -> None:
     reactor = make_reactor(1)
     tasks = Tasks(reactor)
@@ -249,21 +222,6 @@ def test_nothing_is_lost_when_many_threads_submit(make_reactor: Make) -> None:
         thread.join()
     assert done.wait(LIMIT_S)
     assert sorted(seen) == list(range(5 * each))
-
-
-def test_a_task_that_fails_harms_no_other(
-    make_reactor: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    reactor, done = make_reactor(1), threading.Event()
-
-    def fails(*_: object) -> None:
-        raise ValueError("broken")
-
-    for _ in range(20):
-        reactor.submit_task(fails)
-    reactor.submit_task(lambda *_: done.set())
-    assert done.wait(LIMIT_S)
-    assert "could not be handled" in caplog.text
 
 
 def test_activity_changes_with_each_task(make_reactor: Make) -> None:

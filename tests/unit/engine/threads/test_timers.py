@@ -65,31 +65,10 @@ def is_called(job: Job) -> bool:
     return True
 
 
-def test_jobs_are_called_once_at_the_start_and_no_more(timer: Timer, job: Job, other: Job) -> None:
-    assert not is_called(job)
-    assert not is_called(other)
-
-
-def test_a_wake_up_has_its_own_job_called_at_once(timer: Timer, job: Job, other: Job) -> None:
-    before_s = time.monotonic()
-    timer.wake_by(before_s)
-    assert job.next_call() >= before_s
-    assert not is_called(other)
-
-
 def test_a_wake_up_for_later_calls_the_job_then_and_not_before(timer: Timer, job: Job) -> None:
     due_s = time.monotonic() + 0.03
     timer.wake_by(due_s)
     assert job.next_call() >= due_s
-
-
-def test_a_job_is_called_again_when_it_wants_to_be(timer: Timer, job: Job, other: Job) -> None:
-    job.due_s = due_s = time.monotonic() + 0.25  # Far enough for a busy machine.
-    timer.wake_by(0.0)
-    assert job.next_call() < due_s
-    job.due_s = math.inf
-    assert job.next_call() >= due_s
-    assert not is_called(other)
 
 
 def test_an_idle_job_is_called_once_a_second(timer: Timer, job: Job) -> None:
@@ -99,12 +78,6 @@ def test_an_idle_job_is_called_once_a_second(timer: Timer, job: Job) -> None:
 def test_a_wake_up_for_later_than_the_next_look_wakes_nobody(timer: Timer, job: Job) -> None:
     timer.wake_by(math.inf)
     assert not is_called(job)
-
-
-def test_a_job_can_be_added_later(timer: Timer) -> None:
-    late = Job()
-    timer._timers.add(late)
-    late.next_call()
 
 
 def test_a_wake_up_while_jobs_are_called_is_not_lost() -> None:

@@ -98,19 +98,6 @@ class Waiter(threading.Thread):
         return self.error or self.memory
 
 
-def test_stripes_of_several_connections_make_one_transfer(
-    arrivals: Arrivals, ends: list[End]
-) -> None:
-    data = content(1000)
-    waiter = waiting(arrivals, 1000)
-    assert ends[0].bring(stripe(data, 600, 1000)) == READABLE
-    assert ends[1].bring(stripe(data, 0, 300)) == READABLE
-    assert not arrivals.is_here(KEY)
-    assert ends[1].bring(stripe(data, 300, 600)) == READABLE
-    assert waiter.result() == data
-    assert len(arrivals.under_way) == 0
-
-
 def test_stripes_do_not_share_a_view(arrivals: Arrivals) -> None:
     stripes = [Stripe(*KEY[1:], start, 5, 10) for start in (0, 5)]
     parts = [arrivals.begin(KEY, each)[1] for each in stripes]
@@ -120,13 +107,6 @@ def test_stripes_do_not_share_a_view(arrivals: Arrivals) -> None:
     for each in stripes:
         arrivals.complete(KEY, each, arrivals.begin(KEY, each)[0])
     assert arrivals.wait(KEY, 10, LIMIT_S) == bytes(5) + b"\1" * 5
-
-
-def test_what_is_here_before_somebody_waits(arrivals: Arrivals, ends: list[End]) -> None:
-    data = content(10)
-    ends[0].bring(stripe(data, 0, 10))
-    assert arrivals.is_here(KEY)
-    assert arrivals.wait(KEY, 10, LIMIT_S) == data
 
 
 @settings(max_examples=examples(60))
@@ -264,13 +244,6 @@ def test_no_memory_is_a_cause(ends: list[End]) -> None:
     assert end.bring(stripe(content(100), 0, 100)) == NOTHING
     assert end.causes == ["there is no memory for a tensor of it"]
     end.close()
-
-
-def test_a_closed_connection_is_not_read(arrivals: Arrivals, ends: list[End]) -> None:
-    ends[0].socket.sendall(stripe(content(100), 0, 100))
-    ends[0].receiving.close()
-    assert ends[0].receiving.read() == NOTHING
-    assert len(arrivals.under_way) == 0
 
 
 # Connections that broke

@@ -103,41 +103,6 @@ def test_transfers_take_turns(outbox: Outbox, ends: list[End]) -> None:
     assert [stripe.length_bytes for stripe in order] == [100, 100, 5, 100, 1, 100]
 
 
-def test_a_transfer_may_be_added_in_parts(outbox: Outbox, ends: list[End]) -> None:
-    sent = buffer_of(3 * STRIPE_BYTES + 1)
-    (writer,) = outbox.put(1, [(4, sent, 2 * STRIPE_BYTES, sent.nbytes)])[:1]
-    assert outbox.take(writer)[1] == sent[2 * STRIPE_BYTES : 3 * STRIPE_BYTES]
-    outbox.put(1, [(4, sent, 0, 2 * STRIPE_BYTES)])
-    order = [stripe_of(parts) for parts in iter(lambda: outbox.take(writer), [])]
-    assert [(stripe.position, stripe.offset, stripe.length_bytes) for stripe in order] == [
-        (4, 3 * STRIPE_BYTES, 1),
-        (4, 0, STRIPE_BYTES),
-        (4, STRIPE_BYTES, STRIPE_BYTES),
-    ]
-    assert {stripe.size_bytes for stripe in order} == {sent.nbytes}
-    assert outbox.put(1, [(5, sent, 0, 0)]) == []
-
-
-def test_stripes_arrive_over_every_connection(outbox: Outbox, ends: list[End]) -> None:
-    sent = buffer_of(2 * STRIPE_BYTES + 1)
-    started = outbox.put(9, whole(sent))
-    # Both take their first stripe before either continues, as two threads would.
-    assert {started[0], started[1]} == {end.sending for end in ends}
-    firsts = {connection: outbox.take(connection) for connection in started}
-    assert all(firsts.values())
-    for connection, parts in firsts.items():
-        connection._parts = parts
-        assert connection.write() == NOTHING
-    arrived = bytearray(sent.nbytes)
-    for end in ends:
-        for _ in range(2 if end.sending is started[0] else 1):
-            stripe, data = end.receive_stripe()
-            assert stripe.token == 9
-            arrived[stripe.offset : stripe.offset + stripe.length_bytes] = data
-    assert arrived == sent
-    assert outbox.is_empty
-
-
 def test_a_full_socket_is_not_waited_for(outbox: Outbox, ends: list[End]) -> None:
     big = Outbox(1 << 20)
     end = End(big)
@@ -154,18 +119,6 @@ def test_a_full_socket_is_not_waited_for(outbox: Outbox, ends: list[End]) -> Non
     assert received[HEADER_BYTES:] == sent
     assert big.is_empty
     end.close()
-
-
-def test_memory_is_kept_until_it_is_written_and_no_longer(outbox: Outbox, ends: list[End]) -> None:
-    array = np.ones(50, np.uint8)
-    is_alive = weakref.ref(array)
-    started = outbox.put(1, whole(memoryview(array)))
-    del array
-    gc.collect()
-    assert is_alive() is not None
-    assert started[0].write() == NOTHING
-    gc.collect()
-    assert is_alive() is None
 
 
 def test_a_close_lets_go_of_everything(outbox: Outbox, ends: list[End]) -> None:
