@@ -28,14 +28,11 @@ from torchweft.engine.protocol.backward import (
     Send,
     Settled,
     Tell,
-    failure_error,
 )
-from torchweft.errors import AutogradError
 from torchweft.ids import scoped_id, worker_of
 
 A1, A2 = scoped_id(1, 1), scoped_id(1, 2)
 B1, B2 = scoped_id(2, 1), scoped_id(2, 2)
-ROOTS_RAN = Progress(walked=[ROOTS], executed=[ROOTS], answered=[A1])
 
 
 def ran(message_id: int, *answered: int) -> Progress:
@@ -44,46 +41,6 @@ def ran(message_id: int, *answered: int) -> Progress:
 
 
 # ---------------------------------------------------------------------------------- the driver
-
-
-def test_a_pass_without_messages_ends_at_once() -> None:
-    driver = Driver(0)
-    assert driver.progressed(ran(ROOTS)) == [Complete()]
-    assert driver.is_over
-    assert driver.progressed(ran(ROOTS)) == []
-
-
-def test_a_pass_ends_when_all_that_was_reached_has_run() -> None:
-    driver = Driver(0)
-    assert driver.progressed(ran(ROOTS, A1)) == []
-    assert driver.progressed(ran(A1, B1, B2)) == []
-    assert driver.progressed(ran(B2)) == []
-    assert driver.progressed(ran(B1)) == [Complete()]
-
-
-def test_the_order_of_news_does_not_matter() -> None:
-    news = [ran(ROOTS, A1), ran(A1, B1), ran(B1, A2), ran(A2)]
-    for seed in range(24):
-        driver = Driver(0)
-        order = random.Random(seed).sample(news, len(news))
-        outcomes = [driver.progressed(copy.deepcopy(one)) for one in order]
-        assert outcomes == [[], [], [], [Complete()]]
-
-
-def test_a_pass_does_not_end_before_it_is_known_what_the_last_one_reached() -> None:
-    driver = Driver(0)
-    driver.progressed(ran(ROOTS, A1))
-    # The report of A1's walk, and of the messages that it reached, is still in flight.
-    assert driver.progressed(Progress(executed=[A1])) == []
-    assert driver.progressed(Progress(walked=[A1], reached=[B1])) == [Send(2, Discover((B1,)))]
-
-
-def test_news_that_comes_twice_counts_once() -> None:
-    driver = Driver(0)
-    driver.progressed(ran(ROOTS, A1, B1))
-    for _ in range(2):
-        assert driver.progressed(ran(A1)) == []
-    assert driver.progressed(ran(B1)) == [Complete()]
 
 
 def test_nothing_is_asked_while_gradients_are_on_their_way() -> None:
@@ -133,30 +90,6 @@ def test_gradients_end_the_interest_in_single_tensors() -> None:
     late = Progress(reached=[A1], reached_parts={A1: 0b10})
     assert driver.progressed(late) == []
     assert driver.progressed(Progress([A1], [A1])) == [Complete()]
-
-
-def test_a_failure_aborts_and_names_worker_and_operation() -> None:
-    driver = Driver(0)
-    driver.progressed(Progress([ROOTS], reached=[A1]))
-    cause = ValueError("bad")
-    *aborts, fail = driver.failed(Failed(2, "Broken.backward", cause))
-    assert aborts == [Send(0, Abort()), Send(1, Abort())]
-    assert isinstance(fail, Fail)
-    error = failure_error(fail, "trainer")
-    assert isinstance(error, AutogradError)
-    assert (error.worker, error.operation, error.__cause__) == ("trainer", "Broken.backward", cause)
-    assert driver.failed(Failed(2, "x", cause)) == []
-    assert driver.progressed(ran(ROOTS)) == []
-
-
-def test_the_loss_of_a_worker_that_is_waited_for_ends_the_pass() -> None:
-    driver = Driver(0)
-    driver.progressed(ran(ROOTS, A1, B1))
-    driver.progressed(ran(B1))
-    assert driver.worker_lost(2, "end of file") == []
-    lost = Fail(1, CONNECTION, "end of file")
-    assert driver.worker_lost(1, "end of file") == [Send(0, Abort()), lost]
-    assert driver.worker_lost(1, "end of file") == []
 
 
 def test_a_cancelled_pass_is_aborted() -> None:
@@ -216,45 +149,6 @@ def test_only_the_driver_leads() -> None:
     for message in instructions:
         assert participant.receive(2, message) == []
         assert participant.receive(0, message) == [Apply(message)]
-
-
-def test_a_failure_is_told_once_and_ends_the_pass_for_all_partners() -> None:
-    participant = Participant(1, 0)
-    participant.receive(3, Gradients(A1, []))
-    participant.worked([(2, B1, [])], ran(A1, B1))
-    failed = Send(0, Failed(1, "Broken.backward", "why"))
-    assert participant.failed("Broken.backward", "why") == [
-        failed, Send(2, Abort()), Send(3, Abort()), Close(),
-    ]  # fmt: skip
-    assert participant.failed("Broken.backward", "why") == []
-    assert participant.worked([(2, B2, [])], ran(A2)) == []
-    assert participant.receive(0, Gradients(A2, [])) == []
-    assert participant.receive(0, Abort()) == []
-
-
-def test_an_abort_is_passed_on() -> None:
-    participant = Participant(1, 0)
-    participant.receive(0, Gradients(A1, []))
-    participant.worked([(2, B1, [])], ran(A1, B1))
-    assert participant.receive(0, Abort()) == [Send(2, Abort()), Close()]
-
-
-def test_the_loss_of_a_partner_ends_the_pass() -> None:
-    participant = Participant(1, 0)
-    participant.receive(0, Gradients(A1, []))
-    participant.worked([(2, B1, [])], ran(A1, B1))
-    assert participant.worker_lost(3, "end of file") == []
-    failed = Send(0, Failed(2, CONNECTION, "end of file"))
-    assert participant.worker_lost(2, "end of file") == [failed, Send(2, Abort()), Close()]
-    assert participant.worker_lost(2, "end of file") == []
-
-
-def test_the_loss_of_the_driver_ends_the_pass_also_for_those_behind() -> None:
-    participant = Participant(1, 0)
-    participant.receive(0, Gradients(A1, []))
-    participant.worked([(2, B1, [])], ran(A1, B1))
-    assert participant.worker_lost(0, "end of file") == [Send(2, Abort()), Close()]
-    assert participant.worker_lost(0, "end of file") == []
 
 
 # ------------------------------------------------------------------------- both, in any order
