@@ -13,14 +13,15 @@ from tests.contract.processes.functions import options
 from tests.processes import shared_memory_internals
 from tests.processes.shared_memory_internals import no_loans, statistics, tensor_of
 from torchweft import knobs, rpc
+from torchweft.launch import Nursery
 
 # The first contexts import PyTorch's compiler, which starts processes of its own.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "processes")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    with torchweft.cluster(workers=1, rpc_backend_options=options()):
+def _workers(nursery: Nursery) -> Iterator[None]:
+    with torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
         yield
 
 

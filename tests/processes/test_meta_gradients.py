@@ -21,7 +21,7 @@ from tests.contract.processes.meta_gradient_checks import (
 from tests.contract.processes.meta_gradient_functions import NOBODY
 from tests.processes import meta_gradient_internals as internals
 from tests.processes.meta_gradient_internals import Inner
-from tests.thorough import CHECKED, spread
+from tests.thorough import spread
 from torchweft import knobs, mapreduce
 from torchweft.launch import Cluster, Nursery
 
@@ -78,7 +78,7 @@ def test_uneven_parts(
 # Inner loops that call other workers
 
 
-@pytest.mark.parametrize(("partitioner", "way"), spread(SPLITS, WAYS, all_from=CHECKED), ids=str)
+@pytest.mark.parametrize(("partitioner", "way"), spread(SPLITS, WAYS), ids=str)
 def test_the_inner_error_is_computed_by_another_worker(
     three: Cluster, partitioner: Any, way: str
 ) -> None:

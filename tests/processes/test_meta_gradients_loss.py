@@ -29,7 +29,7 @@ from tests.contract.processes.test_meta_gradients_loss import (
 )
 from tests.processes import meta_gradient_internals as internals
 from tests.processes.meta_gradient_internals import Inner
-from tests.thorough import CHECKED, spread
+from tests.thorough import spread
 from torchweft import knobs, mapreduce, rpc
 from torchweft.errors import WorkerLost
 from torchweft.launch import Nursery
@@ -155,7 +155,7 @@ INNER_POINTS = ("begin", "inner begin", "inner backward", "backward")
 
 
 @pytest.mark.parametrize(
-    ("point", "workers", "way"), spread(INNER_POINTS, [(None,), (WORKERS,)], WAYS, all_from=CHECKED)
+    ("point", "workers", "way"), spread(INNER_POINTS, [(None,), (WORKERS,)], WAYS)
 )
 def test_the_inner_loop_goes_on_with_those_who_are_left(
     nursery: Nursery, tmp_path: Path, workers: tuple[str, ...] | None, point: str, way: str
