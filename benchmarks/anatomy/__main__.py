@@ -118,7 +118,7 @@ def _requests(
     table: CallClient[PendingCall] = CallClient()
 
     def open_and_close() -> None:
-        table.take(table.add(PendingCall(peer.id, peer.name, echo, 60.0)))
+        table.pop(table.add(PendingCall(peer.id, peer.name, echo, 60.0)), None)
 
     return [
         Part("caller", "find the worker and the name of the function", 0, lambda: (

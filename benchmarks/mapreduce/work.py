@@ -138,16 +138,16 @@ class _Ends:
 
 def _gaps(over: Callable[..., Any], model: torch.nn.Module | None) -> list[float]:
     """Returns, for each part, the time since its worker's previous part ended, minus its sleep."""
-    from torchweft.mapreduce.observers import observers
+    from torchweft.mapreduce.observers import watching
 
     over(parts.sleep, torch.arange(2), 0.0, model)  # Warm-up: all were stopped until now.
     ends = _Ends()
-    observers.add(ends)
+    watching.append(ends)
     try:
         begin = time.perf_counter()
         slept = over(parts.sleep, torch.arange(PARTS), PART_S, model)
     finally:
-        observers.remove(ends)
+        watching.remove(ends)
     gaps = []
     for ended in ends.of.values():
         before = begin

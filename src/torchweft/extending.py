@@ -13,17 +13,23 @@ thread-safe. Those that need a worker raise ``NotInitialized`` in a process that
 from __future__ import annotations
 
 import contextlib
+import os
 from _thread import get_ident
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
+from torchweft.arguments import UNSET_RPC_TIMEOUT
 from torchweft.autograd.component import accumulate
+from torchweft.autograd.contexts import Context as AutogradContext
 from torchweft.autograd.contexts import current_id as context_id_here
 from torchweft.autograd.contexts import enter as in_context
 from torchweft.autograd.local_pass import LocalPass as PassPart
-from torchweft.engine.codec import registry
+from torchweft.autograd.replay import backward_into_grad, recompute_after_loss
+from torchweft.engine.codec import objects, registry
+from torchweft.engine.codec.functions import describe as function_name
 from torchweft.engine.codec.functions import name_of
+from torchweft.engine.codec.objects import Packed
 from torchweft.engine.codec.reducers import has_memory
 from torchweft.engine.codec.registry import remotely_callable, remotely_callable_unless_strict
 from torchweft.engine.io.secure import TlsOptions
@@ -47,19 +53,32 @@ from torchweft.engine.worker import current as of_process
 from torchweft.engine.worker.agent import Slot
 from torchweft.engine.worker.calls import PendingCall, current_call
 from torchweft.engine.worker.current import current
+from torchweft.engine.worker.current import is_set as is_worker
+from torchweft.engine.worker.tensor_messages import own_copy
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.optim.distributed import Failure, run_on_owners
 from torchweft.reports import Report
 from torchweft.rpc import serving
-from torchweft.rpc.calls import OrderedFuture, ignore_errors
+from torchweft.rpc.calls import Future, OrderedFuture, ignore_errors, open_calls, start
 from torchweft.rpc.counting import Names as CalledNames
+from torchweft.rpc.joining import leave_failed
 from torchweft.rpc.node import current_node
 from torchweft.rpc.observed import Devices, Route, find_devices, request_of, route_to
 from torchweft.rpc.observed import tell as tell_numbers
+from torchweft.rpc.options import Placement, find_placement
 from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.reporter import REPORTER
-from torchweft.rpc.serving import check_caller, check_types, refuse, serves_another_strictly
+from torchweft.rpc.serving import (
+    ASYNC_MARK,
+    WhenReady,
+    check_called,
+    check_caller,
+    check_types,
+    owned,
+    refuse,
+    serves_another_strictly,
+)
 from torchweft.rpc.watching import Message, MessageNote, MessageWatcher, message_in
 from torchweft.rpc.watching import watch as watch_worker
 from torchweft.rpc.worker import WORKER, Carrier, Watcher, current_worker
@@ -70,6 +89,7 @@ __all__ = [
     "AnsweredCall",
     "CalledNames",
     "Carrier",
+    "AutogradContext",
     "DeviceMark",
     "Devices",
     "Failure",
@@ -83,7 +103,9 @@ __all__ = [
     "OrderedFuture",
     "PassPart",
     "PendingCall",
+    "Packed",
     "PerWorker",
+    "Placement",
     "Reading",
     "Route",
     "ServedStreams",
@@ -91,8 +113,10 @@ __all__ = [
     "Watcher",
     "accumulate",
     "acquire",
+    "backward_into_grad",
     "caller",
     "check_accepts",
+    "check_called",
     "check_caller",
     "check_types",
     "context_id_here",
@@ -100,18 +124,29 @@ __all__ = [
     "device_mark",
     "find_devices",
     "find_worker",
+    "function_name",
     "has_memory",
     "ignore_errors",
     "in_context",
+    "is_async_execution",
+    "is_named",
     "is_open_group",
+    "is_worker",
+    "launched_place",
     "lead_of",
+    "leave_failed",
     "log_exception",
     "message_in",
     "on_leave",
     "own_report",
+    "may_take_long",
+    "name_served_call",
+    "open_calls",
+    "pack",
     "ports",
     "present_workers",
     "rebuilds_plain",
+    "recompute_after_loss",
     "refuse",
     "remotely_callable",
     "remotely_callable_unless_strict",
@@ -122,11 +157,14 @@ __all__ = [
     "served_call",
     "served_streams",
     "serves_another_strictly",
+    "start_call",
     "tell_numbers",
     "this_worker",
+    "unpack",
     "use_after",
     "waiting",
     "watch",
+    "when_ready",
     "worker_of",
     "working_for",
 ]
@@ -202,6 +240,18 @@ def worker_of(life: int) -> Member:
 def present_workers() -> Sequence[Member]:
     """Returns the workers of the group by rank; in an open group, without lost workers."""
     return current().members.present()
+
+
+def launched_place() -> Placement:
+    """Returns the place that the launcher gave this process, which may be no worker yet.
+
+    It is where ``init_rpc`` without arguments would put this process: the rank, the numbers of
+    workers in the group and on this host. What the launcher has not told is None.
+
+    Raises:
+        ConfigurationError: Environment variables contradict each other, or cannot be read.
+    """
+    return find_placement(os.environ)
 
 
 def is_open_group() -> bool:
@@ -327,6 +377,34 @@ def working_for(call: Any) -> Iterator[None]:
         del serving[thread]
 
 
+def when_ready(number: Any, then: Callable[[Any], tuple[Callable[..., Any], Any]]) -> Any:
+    """Returns the result of a function whose work begins when a value of this worker is there.
+
+    No thread waits for the value, which ``rpc.remote`` may still be making. The function gets the
+    number of a reference, which the caller keeps until it is answered: a reference among the
+    arguments would be counted.
+
+    Args:
+        number: ``RRef.id`` of a value of this worker, as another worker has sent it.
+        then: Called with the value. Returns the function that did the work, and its result.
+
+    Returns:
+        What the function must return.
+    """
+    return WhenReady(owned(number), then)
+
+
+def name_served_call(function: Callable[..., Any]) -> None:
+    """Has reports and traces name a function of the program for the call that is served.
+
+    Args:
+        function: What the running function of the component calls for its caller.
+    """
+    served = current_call.get()
+    if served is not None:
+        served.function = function_name(function).encode()
+
+
 def rebuilds_plain(kind: T) -> T:
     """Lets every worker, strict ones too, take objects of a class in messages; a decorator.
 
@@ -345,6 +423,72 @@ def rebuilds_plain(kind: T) -> T:
     return registry.rebuilds_plain(kind)
 
 
+# Calls that carry the name of what they run, and values that are packed once
+
+
+def is_named(function: Callable[..., Any]) -> bool:
+    """Returns whether a function travels by its name: other workers have it. Else it is sent."""
+    return name_of(function, main_by_name=True) is not None
+
+
+def is_async_execution(function: Callable[..., Any]) -> bool:
+    """Returns whether ``rpc.functions.async_execution`` has marked a function."""
+    return hasattr(function, ASYNC_MARK)
+
+
+def start_call(
+    to: Member,
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    name: str | None = None,
+) -> Future[Any]:
+    """Starts a call as ``rpc_async`` does, on this life of a worker and on no later one.
+
+    Args:
+        to: The worker.
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        timeout: As for ``rpc_async``.
+        name: The name of the call in errors, reports and traces; by default the function's.
+    """
+    return start(current_worker(), to, function, args, kwargs or {}, timeout, name)  # type: ignore[arg-type]
+
+
+def pack(value: object, workers: Collection[Member]) -> Packed:
+    """Packs a value once so that each of several workers can unpack it, now or later.
+
+    Args:
+        value: What a call could have as an argument.
+        workers: The workers; this one may be among them.
+
+    Returns:
+        The bytes ``payload``, the ``tensors`` that were taken out of the value, and the references
+        in it, ``externals``. Each reference is counted when it is sent, so a packed value with
+        references is neither sent nor kept.
+
+    Raises:
+        SerializationError: A part of the value cannot be sent to one of the workers.
+    """
+    return current_worker().encoder.pack_for(workers, value)  # type: ignore[arg-type]
+
+
+def unpack(packed: Packed) -> Any:
+    """Makes a packed value anew, with copies of its tensors, as if a message had brought it.
+
+    In an autograd context the copies stay in the graph. What another worker has packed is read in
+    a call of that worker, as its messages are: a strict worker refuses what it may not contain.
+    """
+    worker, context_id = current_worker(), context_id_here()
+    keeps_graphs = worker.arrivals.keeps_graphs
+    tensors = [own_copy(each, context_id, keeps_graphs) for each in packed.tensors]
+    read = objects.unpack if caller().is_self else worker.reader.unpack
+    return read(packed.payload, tensors, packed.externals)
+
+
 # Messages without calls, and waits for them
 
 
@@ -358,15 +502,23 @@ def ports() -> Ports:
     return current().slots[PORTS]
 
 
-def waiting(waits: Callable[[], Sequence[Wait]]) -> AbstractContextManager[object]:
+def may_take_long() -> None:
+    """Has other threads read messages from now on, as this one is busy with what one has brought.
+
+    For functions that run when an answer arrives, such as the callback of a future.
+    """
+    current().reactor.arm_all()
+
+
+def waiting(waits: Callable[[], Sequence[Any]]) -> AbstractContextManager[object]:
     """Returns a ``with`` block in which this thread blocks until another worker does something.
 
     Another call of others may run on a further thread meanwhile, so that workers which wait for one
     another do not run out of threads; and reports show for what the thread waits.
 
     Args:
-        waits: Returns a list of the ``Wait`` of each thing that is awaited. It is called by other
-            threads, and does not block.
+        waits: Returns a list of the ``Wait`` of each thing that is awaited; for futures of calls,
+            ``open_calls(futures)``. It is called by other threads, and does not block.
     """
     agent = of_process.here
     return nullcontext() if agent is None else agent.reactor.waiting(waits)

@@ -35,7 +35,8 @@ from torchweft import mapreduce, rpc
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.local_pass import LocalPass
 from torchweft.errors import AutogradError, WorkerLost
-from torchweft.mapreduce.execution import Execution, MapCall
+from torchweft.mapreduce.execution import Execution
+from torchweft.mapreduce.plan import Plan
 from torchweft.mapreduce.shared import Shared
 
 UNITS, SHOTS, INNER_STEPS, RATE = 16, 6, 2, 0.03
@@ -53,7 +54,7 @@ def prepare(program: Program) -> None:
 
 def left_behind() -> list[str]:
     """Returns the objects that maps and passes have left in this process."""
-    kinds = (Context, LocalPass, Execution, MapCall, Shared)
+    kinds = (Context, LocalPass, Execution, Plan, Shared)
     return [f"a {type(each).__name__}" for each in gc.get_objects() if type(each) in kinds]
 
 

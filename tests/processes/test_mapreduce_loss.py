@@ -24,7 +24,7 @@ from tests.processes import mapreduce_internals_m as internals
 from torchweft import knobs, mapreduce, rpc
 from torchweft.errors import WorkerLost
 from torchweft.launch import Cluster
-from torchweft.mapreduce.observers import observers
+from torchweft.mapreduce.observers import watching
 from torchweft.rpc.worker import current_worker
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
@@ -68,8 +68,8 @@ class Watching:
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_a_worker_is_killed_when_it_has_done_its_part(three: Cluster, is_recorded: bool) -> None:
     model, inputs = model_and_inputs(3)
-    watching = Watching(three, "worker1")
-    observers.add(watching)
+    observer = Watching(three, "worker1")
+    watching.append(observer)
     with torchweft.autograd.context() as context_id, torch.set_grad_enabled(is_recorded):
         loss = mapreduce.remote_sync_call(
             internals.loss_and_kill,
@@ -80,8 +80,8 @@ def test_a_worker_is_killed_when_it_has_done_its_part(three: Cluster, is_recorde
         if is_recorded:
             torchweft.autograd.backward(context_id, [loss])
             found = torchweft.autograd.get_gradients(context_id)
-    assert observers.remove(watching), "it did not raise"
-    assert watching.lost_parts == [(1,) if is_recorded else ()]
+    watching.remove(observer)
+    assert observer.lost_parts == [(1,) if is_recorded else ()]
     assert sorted(parts.take_notes()) == ([0, 1, 1, 2] if is_recorded else [0, 1, 2])
     if is_recorded:
         check_gradients(model, inputs, found)
@@ -148,13 +148,13 @@ def test_running_a_map_again_after_a_loss(three: Cluster) -> None:
     with torchweft.autograd.context() as context_id:
         mapreduce.remote_sync_call(parts.loss, args=(model, inputs), partitioner=on(*three.names))
         context = rpc_contexts().get(context_id)
-        (held,) = context.maps
+        (held,) = context.recomputable
         kill(three, "worker1")
         held.compute_again()
         again = list(held.replaced.values())
         torchweft.autograd.backward(context_id, [torch.stack(again).mean()])
         found = torchweft.autograd.get_gradients(context_id)
-    assert not context.maps
+    assert not context.recomputable
     check_gradients(model, inputs, found)
 
 

@@ -11,6 +11,8 @@ from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import current_id, set_current_id
 from torchweft.autograd.engine import OpenContext, current_engine
 from torchweft.autograd.graph import all_used, check_context_id, checked_inputs, roots_of
+from torchweft.autograd.refusals import check_inside
+from torchweft.autograd.replay import Replay
 from torchweft.engine.codec.tracebacks import shorten, without_own_frames
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 
@@ -157,7 +159,8 @@ def grad(
 
     Like ``torch.autograd.grad``, it adds nothing to ``.grad``, to the context or on another
     worker. So a remotely called function may use it in an inner loop, in the context of the call
-    (see ``current_context_id``).
+    (see ``current_context_id``). If a worker is lost that ran parts of a map, they run again
+    elsewhere, and the pass is repeated.
 
     Args:
         context_id: The context in which the outputs were computed.
@@ -191,7 +194,8 @@ def grad(
     retain = create_graph if retain_graph is None else retain_graph
     mode = PassMode(bool(retain), bool(create_graph), for_inputs=True)
     wanted = checked_inputs(inputs)
-    return all_used(engine.gradients_of(context_id, roots, wanted, mode), allow_unused)
+    check_inside(engine, roots.edges, wanted)
+    return all_used(Replay(engine, context_id, roots).gradients_of(wanted, mode), allow_unused)
 
 
 def current_context_id() -> int:

@@ -526,8 +526,8 @@ class Context(SentMessages):
         self.gradients = Gradients(calls_hooks=False)
         self.receive_of: dict[Node, ReceiveRecord] = {}
         """Receives by placeholder nodes; graph walks end at these."""
-        self.maps: list[Any] = []
-        """Maps of this worker that can be repeated if other workers are lost; see mapreduce."""
+        self.recomputable: list[Any] = []
+        """Tensors that can be computed again if other workers are lost; see ``replay``."""
         self.is_differentiated_twice = False
         """Whether a pass through this context was itself recorded (``create_graph``)."""
         self._receives: dict[int, ReceiveRecord] = {}
@@ -643,7 +643,7 @@ class Context(SentMessages):
             self._sends.clear()
             self._receives.clear()
             self.receive_of = {}
-            self.maps = []
+            self.recomputable = []
         self.gradients.clear()
 
 

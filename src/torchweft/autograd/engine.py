@@ -125,22 +125,6 @@ class Engine:
         finally:
             context.end()
 
-    def gradients_of(
-        self, context_id: int, roots: Roots, inputs: Sequence[Tensor], mode: PassMode
-    ) -> list[Tensor | None]:
-        """Returns the gradients of tensors of this worker; see ``torchweft.autograd.grad``.
-
-        Args:
-            context_id: The context.
-            roots: Where the passes start.
-            inputs: The tensors, which require grad.
-            mode: How the passes are run; has ``for_inputs``.
-        """
-        refusals.check_inside(self, roots.edges, inputs)
-        input_gradients = InputGradients(self.contexts.get(context_id), inputs)
-        self.run(context_id, roots, mode, input_gradients=input_gradients)
-        return input_gradients.results()
-
     def release(self, context_id: int, told_by: int | None = None) -> None:
         """Releases a context here, and tells the other workers that know it, except ``told_by``."""
         for worker in self.contexts.release(context_id, told_by):

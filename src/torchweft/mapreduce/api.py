@@ -9,9 +9,8 @@ from types import FunctionType
 from typing import Any
 
 from torchweft.arguments import UNSET_RPC_TIMEOUT, check_type, limit_of
-from torchweft.engine.codec.functions import UNWRAPPED
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
-from torchweft.mapreduce.execution import MapCall, MapFuture
+from torchweft.mapreduce.execution import MapFuture, run_map
 from torchweft.mapreduce.partitioners import (
     Partitioner,
     TensorDimensionPartitioner,
@@ -21,7 +20,7 @@ from torchweft.mapreduce.partitioners import (
     dim_partitioner,
     exclusive_batch_partitioner,
 )
-from torchweft.mapreduce.plan import Manner
+from torchweft.mapreduce.plan import Manner, Plan
 from torchweft.mapreduce.reducers import Reducer, mean_reducer, sum_reducer
 
 __all__ = [
@@ -40,6 +39,9 @@ __all__ = [
 ]
 
 Function = Callable[..., Any]
+
+_UNWRAPPED = "__parallelize"
+"""Follows the name of a function in that of its original; messages do not show the latter."""
 
 
 def remote_async_call(
@@ -105,12 +107,12 @@ def remote_async_call(
     while True:
         made = cut(partitioner, args, kwargs)
         try:
-            call = MapCall(func, made, manner)
+            plan = Plan(func, made, manner)
         except UnknownWorker:
             if not made.is_any:
                 raise
             continue  # A chosen worker has left the group: choose among the remaining ones.
-        return call.begin(reducer)
+        return run_map(plan, reducer)
 
 
 def remote_sync_call(
@@ -179,7 +181,7 @@ def parallelize(
         ``remote_sync_call``.
     """
     manner = Manner(timeout, balance, rerun, concurrency)
-    suffix = f"{UNWRAPPED}_unwrapped__"
+    suffix = f"{_UNWRAPPED}_unwrapped__"
     return _decorator(remote_sync_call, suffix, partitioner, reducer, manner)
 
 
@@ -201,7 +203,7 @@ def parallelize_async(
     ``__parallelize_async_unwrapped__``.
     """
     manner = Manner(timeout, balance, rerun, concurrency)
-    suffix = f"{UNWRAPPED}_async_unwrapped__"
+    suffix = f"{_UNWRAPPED}_async_unwrapped__"
     return _decorator(remote_async_call, suffix, partitioner, reducer, manner)
 
 

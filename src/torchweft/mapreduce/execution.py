@@ -1,4 +1,4 @@
-"""Runs the parts of a map once: carries out the schedule's actions, and reports events to it.
+"""Runs the parts of a map: carries out the schedule's actions, and reports events to it.
 
 Events arrive on any thread. The schedule takes them under a lock, and its actions go to a queue.
 One thread at a time executes the queue, outside the lock, so actions are executed in the order in
@@ -6,43 +6,39 @@ which they were decided; other threads only append. Most actions are fast. An ac
 long, because it sends much, is left to a task: the thread that delivers an answer has other
 answers to deliver.
 
+All but ``cancel`` runs with the context variables and the grad mode of the code that called the
+map: a callback of a future has those of the code that adds it, and tasks are given them.
+
 An unexpected exception here ends the map, since a caller waits for it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from torchweft.autograd.contexts import current_id
-from torchweft.engine.threads import device_streams
-from torchweft.engine.threads.device_streams import Mark
-from torchweft.engine.threads.reactor import Reactor
-from torchweft.engine.threads.reports import log_exception
-from torchweft.engine.worker.calls import current_call
-from torchweft.engine.worker.current import current
-from torchweft.engine.worker.peers import Peer
-from torchweft.engine.worker.references import Handle
-from torchweft.errors import AutogradError, CallCancelled, NotInitialized, WorkerLost
+from torchweft import extending, rpc
+from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
+from torchweft.extending import DeviceMark, Member, OrderedFuture
 from torchweft.free_threading import shared_count
-from torchweft.mapreduce import shared
-from torchweft.mapreduce.autograd import Results
-from torchweft.mapreduce.observers import observers
-from torchweft.mapreduce.partitioners import Cut
-from torchweft.mapreduce.plan import Manner, Plan, is_light, make_plan, may_have_graph
+from torchweft.mapreduce import observers, shared, trees
+from torchweft.mapreduce.buffers import Changed, Outcome
+from torchweft.mapreduce.observers import tell
+from torchweft.mapreduce.plan import Plan, is_light, may_have_graph
 from torchweft.mapreduce.reducers import Reducer, reduce
 from torchweft.mapreduce.schedule import (
     Action,
+    Attempt,
     Begin,
     Cancel,
     Complete,
@@ -53,18 +49,8 @@ from torchweft.mapreduce.schedule import (
     Schedule,
     Start,
 )
-from torchweft.mapreduce.shared import NOTHING, Buffers, Changed, Outcome
-from torchweft.rpc.calls import (
-    Future,
-    OrderedFuture,
-    begin,
-    create,
-    fail,
-    open_calls,
-    start,
-    wait_unseen,
-)
-from torchweft.rpc.worker import WORKER, Worker
+from torchweft.mapreduce.shared import Shared
+from torchweft.rpc import Future, RRef
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]
 """Called with the results in the order of the parts, or with an error."""
@@ -80,32 +66,8 @@ class _Call:
     """A part that was sent; a part sent ahead has not begun while its worker runs other parts."""
 
     future: Future[Any]
-    worker: Peer
+    worker: Member
     begun_s: float | None = None
-
-
-class _Order:
-    """Numbers the parts that are sent to one ``Shared`` object, so that they run in that order."""
-
-    __slots__ = ("_ahead", "_begun", "_count")
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._begun = self._ahead = NOTHING
-
-    def next(self, is_ahead: bool) -> tuple[int, int]:
-        """Returns the number of the next part, and the number of the part that it follows."""
-        number = self._count
-        self._count += 1
-        if not is_ahead:
-            self._begun = number
-            return number, NOTHING
-        self._ahead = number
-        return number, self._begun
-
-    def advance(self) -> None:
-        """Notes that the part that was sent ahead now runs."""
-        self._begun = self._ahead
 
 
 class Execution:
@@ -113,30 +75,26 @@ class Execution:
 
     Args:
         plan: The plan of the map.
-        peers: The workers, by rank. In an open group a rank may belong to another worker by now.
-        worker: This worker.
         on_done: Called with the outcome, once, on any thread.
     """
 
-    def __init__(self, plan: Plan, peers: dict[int, Peer], worker: Worker, on_done: OnDone) -> None:
+    def __init__(self, plan: Plan, on_done: OnDone) -> None:
         self._plan = plan
-        self._peers = peers
-        self._worker = worker
-        self._reactor = worker.agent.reactor
+        self._members = plan.members
         self._on_done: OnDone | None = on_done
         self._map_id = next(_map_ids)
-        self._surroundings = surroundings()
+        self._mark = extending.device_mark()
         self._end_s = time.monotonic() + plan.limit_s
         self._lock = threading.Lock()
         self._actions: deque[Action] = deque()
         self._is_acting = self._is_left = False
-        self._objects: dict[int, Handle | Exception] = {}
-        self._orders: dict[int, _Order] = {}
-        self._calls: dict[tuple[int, int], _Call] = {}
+        self._objects: dict[int, RRef[Shared] | Exception] = {}
+        self._calls: dict[Attempt, _Call] = {}
+        """The calls of the attempts that have not ended."""
         self._results: list[Any] = [None] * len(plan.parts)
         self.changed: Sequence[Changed] = ()
         """The buffers of modules that the first part has changed."""
-        self._marks: list[Mark] = []  # of the threads that have put results there
+        self._marks: list[DeviceMark] = []  # of the threads that have put results there
         self._error: BaseException | None = None
         self._schedule = Schedule(
             [part[0] for part in plan.parts],
@@ -144,18 +102,18 @@ class Execution:
             concurrency=plan.manner.concurrency,
             balance=plan.manner.balance,
             may_rerun=plan.may_rerun,
-            is_recorded=self._surroundings.is_recorded,
+            is_recorded=plan.context_id != 0,
             fan_out=plan.fan_out if plan.content is not None else 0,
-            here=next((rank for rank, peer in peers.items() if peer.is_self), None),
-            keepers=[rank for rank, peer in peers.items() if plan.keeps_ahead(peer)],
+            here=next((rank for rank, each in self._members.items() if each.is_self), None),
+            keepers=[rank for rank, each in self._members.items() if plan.keeps_ahead(each)],
         )
 
     # Events
 
     def begin(self) -> None:
         """Sends the first parts. Blocks while it sends."""
-        names = [self._peers[rank].name for rank in self._plan.workers]
-        observers.tell("begun", self._map_id, self._plan.name, len(self._plan.parts), names)
+        names = [self._members[rank].name for rank in self._plan.workers]
+        tell("begun", self._map_id, self._plan.name, len(self._plan.parts), names)
         with self._lock:
             self._note_losses()
             if not self._schedule.is_over:
@@ -169,7 +127,7 @@ class Execution:
     def cancel(self) -> bool:
         """Gives the map up; returns False if it was over already."""
         error: Exception = CallCancelled("the map was cancelled by its caller")
-        if self._reactor.is_closing:
+        if not extending.is_worker():
             error = NotInitialized("this worker shut down before the map had ended")
         was_news = self._give_up(error)
         self._act()
@@ -189,13 +147,11 @@ class Execution:
             self._actions += self._schedule.give_up()
         return True
 
-    def _answered(self, part: int, attempt: int, worker: int, done: Any) -> None:
-        self._surroundings.run(self._go_on_with, part, attempt, worker, done)
-
-    def _go_on_with(self, part: int, attempt: int, worker: int, done: Any) -> None:
+    def _answered(self, part: int, attempt: int, worker: int, done: Future[Any]) -> None:
         try:
+            extending.use_after(self._mark)
             try:
-                result = wait_unseen(done)
+                result = done.value()
             except BaseException as error:
                 self._failed(part, attempt, worker, error)
             else:
@@ -208,7 +164,7 @@ class Execution:
         changed: Sequence[Changed] = ()
         if type(result) is Outcome:
             result, changed = result
-        has_graph = self._surroundings.is_recorded and may_have_graph(result)
+        has_graph = self._plan.context_id != 0 and may_have_graph(result)
         with self._lock:
             call = self._calls.pop((part, attempt), None)
             # First, or the map might complete with void results. But the answer of a worker that
@@ -219,13 +175,13 @@ class Execution:
             self._results[part] = result
             if changed:
                 self.changed = changed
-            mark = device_streams.mark() if device_streams.HAS_CUDA else None
+            mark = extending.device_mark()
             if mark is not None:
                 self._marks.append(mark)
             if call is not None:
                 # Under the lock, or another thread might report the end of the map before this.
                 seconds = time.monotonic() - self._note_begin(part, call)
-                observers.tell("ended", self._map_id, part, call.worker.name, seconds)
+                tell("ended", self._map_id, part, call.worker.name, seconds)
             self._actions += self._schedule.ended(part, attempt, has_graph)
             self._note_losses()
 
@@ -234,7 +190,7 @@ class Execution:
             self._calls.pop((part, attempt), None)
             actions = self._schedule.failed(part, attempt, self._lost_by(worker, error))
             if Fail(None) in actions:
-                self._error = self._plan.with_note(error, part, self._peers[worker].name)
+                self._error = self._plan.with_note(error, part, self._members[worker].name)
             self._actions += actions
             self._note_losses()
 
@@ -246,15 +202,15 @@ class Execution:
         """
         if not isinstance(error, WorkerLost):
             return None
-        named = [rank for rank, peer in self._peers.items() if peer.name == error.worker]
-        if named == [worker] and self._peers[worker].lost is None:
+        named = [rank for rank, each in self._members.items() if each.name == error.worker]
+        if named == [worker] and self._members[worker].lost is None:
             return None
         return named[0] if named else None
 
     def _note_losses(self, excepted: int | None = None) -> None:
         """Tells the schedule of workers that were lost meanwhile, whichever thread noticed."""
         for rank in self._schedule.workers:
-            if rank != excepted and self._peers[rank].lost is not None:
+            if rank != excepted and self._members[rank].lost is not None:
                 self._actions += self._schedule.lost(rank)
 
     # Actions
@@ -265,8 +221,7 @@ class Execution:
             try:
                 _DO[type(action)](self, action)
             except Exception as error:
-                if not self._give_up(error):
-                    log_exception("the end of a map of %s could not be announced", self._plan.name)
+                self._end_with(error)
             finally:
                 self._is_acting = False
 
@@ -280,19 +235,22 @@ class Execution:
             # No thread acts until the task begins; a failure of the map is still reported at once.
             was_left, self._is_left = self._is_left, True
         if not was_left:
-            self._reactor.submit_task(self._go_on)
+            here = copy_context(), torch.is_grad_enabled()
+            extending.run_in_background(self._go_on, *here)
         return None
 
     def _takes_time(self, action: Action) -> bool:
         if self._schedule.is_over:
             return False
         if isinstance(action, Make):
-            return self._plan.content_for(self._peers[action.worker]) is not None
+            return self._plan.content_for(self._members[action.worker]) is not None
         return isinstance(action, Start) and not is_light(self._plan.arguments[action.part])
 
-    def _go_on(self, _: object, __: object) -> None:
+    def _go_on(self, variables: Any, is_grad_enabled: bool) -> None:
         self._is_left = False
-        self._surroundings.run(self._act_alone, True)
+        extending.use_after(self._mark)
+        with torch.set_grad_enabled(is_grad_enabled):
+            variables.run(self._act_alone, True)
 
     def _act_alone(self, may_block: bool = False) -> None:
         """Acts on a thread of the worker; an exception from the arguments' code ends the map."""
@@ -301,27 +259,31 @@ class Execution:
                 self._act(may_block)
                 return
             except BaseException as error:
-                if not self._give_up(error):
-                    log_exception("the end of a map of %s could not be announced", self._plan.name)
+                self._end_with(error)
+
+    def _end_with(self, error: BaseException) -> None:
+        if not self._give_up(error):
+            extending.log_exception(
+                "the end of a map of %s could not be announced", self._plan.name
+            )
 
     def _make(self, action: Make) -> None:
-        peer = self._peers[action.worker]
-        content = self._plan.content_for(peer)
+        member = self._members[action.worker]
+        content = self._plan.content_for(member)
         if content is None or self._schedule.is_over:
             return
-        made_of = (content.payload, content.tensors, self._plan.manner.concurrency)
         try:
             if action.parent is None:
-                made = create(self._worker, peer, shared.make, made_of, {}, 0.0)
+                packed = content.payload, content.tensors, self._plan.manner.concurrency
+                made = rpc.remote(member.info, shared.make, args=packed)
             else:
                 parent = self._object(action.parent)
-                made = create(self._worker, peer, shared.pull, (parent,), {}, 0.0)
+                made = rpc.remote(member.info, shared.pull, args=(parent,))
             self._objects[action.worker] = made
-            self._orders[action.worker] = _Order()
         except Exception as error:  # The parts that need the object fail with this.
             self._objects[action.worker] = error
 
-    def _object(self, worker: int) -> Handle | None:
+    def _object(self, worker: int) -> RRef[Shared] | None:
         found = self._objects.get(worker)
         if isinstance(found, Exception):
             raise found
@@ -330,22 +292,18 @@ class Execution:
     def _start(self, action: Start) -> None:
         if not self._schedule.is_current(action.part, action.attempt):
             return  # The worker is lost, or the map is over.
-        peer = self._peers[action.worker]
-        key = action.part, action.attempt
+        member = self._members[action.worker]
         try:
-            future = self._send(peer, action)
+            future = self._send(member, action)
         except Exception as error:
-            self._failed(*key, action.worker, error)
+            self._failed(action.part, action.attempt, action.worker, error)
             return
-        call = self._calls[key] = _Call(future, peer)
+        call = self._calls[action.part, action.attempt] = _Call(future, member)
         if not action.is_ahead:
             self._note_begin(action.part, call)
-        future.add_done_callback(partial(self._answered, *key, action.worker))
+        future.add_done_callback(partial(self._answered, *action[:3]))
 
     def _begin(self, action: Begin) -> None:
-        order = self._orders.get(action.worker)
-        if order is not None:
-            order.advance()
         with self._lock:  # The part's answer may arrive at the same time.
             call = self._calls.get((action.part, action.attempt))
             if call is not None:
@@ -355,23 +313,20 @@ class Execution:
         """Reports, once, that a part runs; returns when it began."""
         if call.begun_s is None:
             call.begun_s = time.monotonic()
-            observers.tell("started", self._map_id, part, call.worker.name)
+            tell("started", self._map_id, part, call.worker.name)
         return call.begun_s
 
-    def _send(self, peer: Peer, action: Start) -> Future[Any]:
-        if peer.lost is not None:
-            raise peer.lost_error()
-        made = self._object(action.worker)
-        args, kwargs = self._plan.arguments[action.part]
-        timeout = self._plan.manner.timeout
+    def _send(self, member: Member, action: Start) -> Future[Any]:
+        plan = self._plan
+        function, args = plan.function, plan.arguments[action.part]
+        timeout = plan.manner.timeout
         if timeout > 0:
             timeout = max(self._end_s - time.monotonic(), _SHORTEST_S)
+        made = self._object(action.worker)
         if made is None:
-            name = self._plan.name
-            return start(self._worker, peer, self._plan.function, args, kwargs, timeout, name)
-        order = self._orders[action.worker].next(action.is_ahead)
-        part = (tuple(made.id), args, kwargs, *order)
-        future = start(self._worker, peer, shared.run, part, {}, timeout, self._plan.name)
+            return extending.start_call(member, function, *args, timeout=timeout, name=plan.name)
+        part = (tuple(made.id), *args, (action.part, action.attempt), action.after)
+        future = extending.start_call(member, shared.run, part, timeout=timeout, name=plan.name)
         future.kept = made
         return future
 
@@ -381,39 +336,37 @@ class Execution:
             call.future.cancel()
 
     def _moved(self, action: Moved) -> None:
-        from_worker, to_worker = self._peers[action.from_worker], self._peers[action.to_worker]
-        observers.tell("moved", self._map_id, action.part, from_worker.name, to_worker.name)
+        names = [self._members[rank].name for rank in (action.from_worker, action.to_worker)]
+        tell("moved", self._map_id, action.part, *names)
 
     def _lost(self, action: Lost) -> None:
-        peer = self._peers[action.worker]
+        member = self._members[action.worker]
         if action.parts:
             # Observers are told below; without any, the user should still see the loss.
-            level = logging.INFO if observers.is_watched else logging.WARNING
             _log.log(
-                level,
+                logging.INFO if observers.watching else logging.WARNING,
                 "%s; in a map of %s, part(s) %s run again on others",
-                peer.lost_error(),
+                member.lost_error(),
                 self._plan.name,
                 ", ".join(map(str, action.parts)),
             )
-        observers.tell("lost", self._map_id, peer.name, action.parts)
+        tell("lost", self._map_id, member.name, action.parts)
 
     def _complete(self, _: Complete) -> None:
         for mark in self._marks:
-            device_streams.wait(mark)
-        device_streams.keep(self._results)
+            extending.use_after(mark, self._results)
         self._finish(self._results, None)
 
     def _fail(self, action: Fail) -> None:
         if action.worker is not None:
-            self._error = self._plan.lost_error(self._peers[action.worker])
+            self._error = self._plan.lost_error(self._members[action.worker])
         self._finish(None, self._error)
 
     def _finish(self, results: list[Any] | None, error: BaseException | None) -> None:
         self._objects.clear()
         self._error, self._results = None, []
         on_done, self._on_done = self._on_done, None
-        observers.tell("done", self._map_id, error)
+        tell("done", self._map_id, error)
         assert on_done is not None
         on_done(results, error)
 
@@ -430,51 +383,10 @@ _DO: dict[type[Action], Callable[[Execution, Any], None]] = {
 }
 
 
-# The ambient state of a thread, which a map restores on other threads
-
-
-class Surroundings(NamedTuple):
-    """The context variables of a thread, its grad mode and its GPU work.
-
-    A map continues, and its reducer runs, on any thread that an answer arrives on. Among the
-    variables are the autograd context, the served call, and those of the program, such as a span.
-    """
-
-    variables: Context
-    context_id: int
-    is_grad_enabled: bool
-    mark: Mark | None = None
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether calls in this state become part of a graph."""
-        return bool(self.context_id) and self.is_grad_enabled
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function in this state, on any thread; several threads may at a time."""
-        device_streams.wait(self.mark)
-        with torch.set_grad_enabled(self.is_grad_enabled):
-            return self.variables.copy().run(function, *args)
-
-    def for_this_call(self) -> Surroundings:
-        """Returns the same state, but with the call that this thread serves."""
-        variables = self.variables.copy()
-        variables.run(current_call.set, current_call.get())
-        return self._replace(variables=variables)
-
-
-def surroundings() -> Surroundings:
-    """Returns the ambient state of this thread."""
-    mark = device_streams.mark() if device_streams.HAS_CUDA else None
-    return Surroundings(copy_context(), current_id(), torch.is_grad_enabled(), mark)
-
-
 # The map that runs, and its future
 
 
 T = TypeVar("T")
-OpenCalls = Callable[[], Sequence[Future[Any]]]
-"""Returns the futures of calls that have not ended. Does not block."""
 
 _LOOK_S = 0.5
 """How often a waiting thread checks whether the worker has shut down."""
@@ -485,36 +397,29 @@ class MapFuture(OrderedFuture[T]):
 
     Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``, and
     with ``await`` and ``asyncio.wait``.
-
-    Args:
-        reactor: Runs the tasks of this worker.
     """
 
-    __slots__ = ("_calls", "_give_up", "_over", "_reactor")
+    __slots__ = ("_execution", "_over")
 
-    def __init__(self, reactor: Reactor) -> None:
-        begin(self)
-        self._reactor = reactor
+    def __init__(self) -> None:
+        super().__init__()
         self._over = threading.Event()
-        self._give_up: Callable[[], bool] | None = None
-        self._calls: OpenCalls = list
+        self._execution: Execution | None = None
 
-    def can_cancel(self, give_up: Callable[[], bool], calls: OpenCalls = list) -> None:
-        """Has ``cancel`` call ``give_up``, and reports look at the open ``calls``."""
-        self._give_up, self._calls = give_up, calls
+    def begin(self, execution: Execution) -> None:
+        """Begins the execution that completes it."""
+        self._execution = execution
+        execution.begin()
 
-    def complete(self, result: T) -> None:
-        """Completes it with a result."""
+    def end(self, result: T | None, error: BaseException | None) -> None:
+        """Completes it with a result, or with an error, of which each waiter raises a copy."""
         # Otherwise a reference cycle: the garbage collector cannot see futures.
-        self._give_up, self._calls = None, list
+        self._execution = None
         self._over.set()  # First: callbacks may take long.
-        self.set_result(result)
-
-    def fail(self, error: BaseException) -> None:
-        """Completes it with an error; each waiter raises its own copy."""
-        self._give_up, self._calls = None, list
-        self._over.set()
-        fail(self, error)
+        if error is None:
+            self.set_result(result)  # type: ignore[arg-type]
+        else:
+            self.set_exception(error)
 
     def wait(self) -> T:
         """Blocks until all parts have ended and their results are reduced; returns the result.
@@ -528,11 +433,15 @@ class MapFuture(OrderedFuture[T]):
             Exception: A part raised it.
         """
         if not self.done():
-            with self._reactor.waiting(lambda: open_calls(self._calls())):
+            with extending.waiting(self._waits):
                 while not self._over.wait(_LOOK_S):
-                    if self._reactor.is_closing:  # The tasks that would end the map may never run.
+                    if not extending.is_worker():  # What would end the map may never run.
                         self.cancel()
         return super().wait()
+
+    def _waits(self) -> Sequence[Any]:
+        execution = self._execution
+        return [] if execution is None else extending.open_calls(execution.open_calls())
 
     def cancel(self) -> bool:
         """Gives the map up: it fails with ``CallCancelled``, and running calls are cancelled.
@@ -540,88 +449,58 @@ class MapFuture(OrderedFuture[T]):
         Returns:
             False if the map was over already.
         """
-        give_up = self._give_up
-        return give_up is not None and give_up()
+        execution = self._execution
+        return execution is not None and execution.cancel()
 
     def __await__(self) -> Generator[Any, None, T]:
         return Future.__await__(self)  # type: ignore[arg-type]
 
 
-class MapCall:
-    """One map.
+def run_map(plan: Plan, reducer: Reducer | None) -> MapFuture[Any]:
+    """Sends the first parts of a map, and returns the future of the reduced results."""
 
-    Args:
-        function: The function to call for each part.
-        cut: The parts.
-        manner: How to run the parts.
-    """
+    def reduced(execution: Execution, results: list[Any]) -> Any:
+        plan.buffers.update(execution.changed)
+        tensors = _differentiable(results) if plan.context_id else []
+        if tensors:
+            extending.recompute_after_loss(tensors, partial(_run_again, plan))
+        if reducer is None:
+            return list(results)
+        extending.may_take_long()
+        return reduce(reducer, list(results), [part.weight for part in plan.parts])
 
-    def __init__(self, function: Callable[..., Any], cut: Cut, manner: Manner) -> None:
-        self._agent = current()
-        self._worker = self._agent.slots[WORKER]
-        given = (*cut.workers, *(part[0] for part in cut.parts))
-        self._peers = {rank: self._agent.find(rank) for rank in given}
-        self._surroundings = surroundings()
-        first = cut.parts[0][1:] if cut.parts else ((), {})
-        self._buffers = Buffers(function, *first)
-        peers = list(self._peers.values())
-        self._plan = make_plan(self._worker, function, cut, manner, peers, self._buffers)
+    return _run(plan, reduced)
 
-    def begin(self, reducer: Reducer | None) -> MapFuture[Any]:
-        """Sends the first parts, and returns the future of the reduced results."""
 
-        def reduced(execution: Execution, results: list[Any]) -> Any:
-            self._buffers.update(execution.changed)
-            self._keep(results)
-            if reducer is None:
-                return list(results)
-            self._agent.reactor.arm_all()  # The reducer may take long.
-            return reduce(reducer, list(results), [part.weight for part in self._plan.parts])
+def _run_again(plan: Plan) -> list[Tensor]:
+    """Runs all parts again on the remaining workers, in the same autograd context. Blocks."""
+    with extending.in_context(plan.context_id), torch.enable_grad():
+        future = _run(plan, lambda _, results: results)
+    try:
+        return _differentiable(future.wait())
+    except BaseException:
+        future.cancel()  # Ctrl-C: no thread waits for the results any more.
+        raise
 
-        return self._run(reduced)
 
-    def run_again(self) -> list[Any]:
-        """Runs all parts again on the remaining workers, in the same autograd context. Blocks.
+def _run(plan: Plan, finish: Callable[[Execution, list[Any]], Any]) -> MapFuture[Any]:
+    """Begins to run all parts; the future has what ``finish`` makes of their results."""
+    future: MapFuture[Any] = MapFuture()
 
-        Returns:
-            The results in the order of the parts.
-
-        Raises:
-            WorkerLost: No worker is left, or the parts must not run twice.
-            Exception: A part raised it.
-        """
-        future = self._surroundings.for_this_call().run(self._run, lambda _, results: results)
+    def done(results: list[Any] | None, error: BaseException | None) -> None:
+        found = None
         try:
-            found: list[Any] = future.wait()
-        except BaseException:
-            future.cancel()  # Ctrl-C: no thread waits for the results any more.
-            raise
-        return found
+            if results is not None:
+                found = finish(execution, results)
+        except BaseException as failure:
+            error = failure
+        future.end(found, error)
 
-    def _run(self, finish: Callable[[Execution, list[Any]], Any]) -> MapFuture[Any]:
-        """Begins to run all parts; the future has what ``finish`` makes of their results."""
-        future: MapFuture[Any] = MapFuture(self._agent.reactor)
+    execution = Execution(plan, done)
+    future.begin(execution)
+    return future
 
-        def done(results: list[Any] | None, error: BaseException | None) -> None:
-            if results is None:
-                assert error is not None
-                future.fail(error)
-                return
-            try:
-                finished = finish(execution, results)
-            except BaseException as failure:
-                future.fail(failure)
-            else:
-                future.complete(finished)
 
-        execution = Execution(self._plan, self._peers, self._worker, done)
-        future.can_cancel(execution.cancel, execution.open_calls)
-        execution.begin()
-        return future
-
-    def _keep(self, results: list[Any]) -> None:
-        """Records the map in its context, so that a backward pass can run it again after a loss."""
-        if self._surroundings.is_recorded and any(map(may_have_graph, results)):
-            with contextlib.suppress(AutogradError):  # The program has left the context.
-                context = self._worker.contexts.get(self._surroundings.context_id)
-                context.maps.append(Results(results, self))
+def _differentiable(results: Sequence[Any]) -> list[Tensor]:
+    leaves = trees.leaves(list(results))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -1,102 +1,37 @@
-"""Reports the events of maps to observers: a progress display, a test, an operator's own log.
-
-Rules of the file:
-
-- Usually there are no observers, so an event without observers costs next to nothing.
-- An observer cannot make a map fail: an observer that raises is logged once and removed.
-- Events come from any thread, also several at once. An observer blocks the map, which may hold a
-  lock meanwhile. So an observer must not run maps, cancel them, or wait for them.
-
-``progress`` is one observer: the display of ``torchweft.progress``.
-"""
+"""Reports the events of this process's maps, and shows their progress."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from threading import Lock, current_thread, main_thread
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
-from torchweft.engine.threads.reports import log_exception
+from torchweft import extending
 from torchweft.progress import Display, Nouns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+watching: list[Any] = []
+"""What is told of the events of maps, by methods of these names.
 
-class Observer(Protocol):
-    """Receives the events of this process's maps; called from several threads.
+``map_id`` is unique in the process. Workers go by their names, parts by their places in the order
+of results. Events come from several threads, and the map waits: it may hold a lock.
 
-    The number of a map is unique in the process. Workers are identified by their names, parts by
-    their places in the order of results.
-    """
-
-    def begun(self, map_id: int, name: str, parts: int, workers: Sequence[str]) -> None:
-        """A map of so many parts begins; ``name`` is the name of its function."""
-
-    def started(self, map_id: int, part: int, worker: str) -> None:
-        """A part begins: it was sent, or it was sent ahead and its worker now runs it."""
-
-    def ended(self, map_id: int, part: int, worker: str, seconds: float) -> None:
-        """The result of a part arrived, ``seconds`` after the part began."""
-
-    def moved(self, map_id: int, part: int, from_worker: str, to_worker: str) -> None:
-        """A part that waited for one worker will go to another, idle worker."""
-
-    def lost(self, map_id: int, worker: str, parts: Sequence[int]) -> None:
-        """A worker was lost; these parts, also ended parts, run again on the remaining workers."""
-
-    def done(self, map_id: int, error: BaseException | None) -> None:
-        """A map is over: it has all results, or raises ``error``."""
+- ``begun(map_id, name, parts, workers)``: a map of so many parts of a function begins.
+- ``started(map_id, part, worker)``: a worker runs a part now.
+- ``ended(map_id, part, worker, seconds)``: its result is here, so long after it started.
+- ``moved(map_id, part, from_worker, to_worker)``: a part that waited goes to an idle worker.
+- ``lost(map_id, worker, parts)``: a worker was lost; these parts, also ended ones, run again.
+- ``done(map_id, error)``: a map is over: it has all results, or raises ``error``.
+"""
 
 
-class Observers:
-    """All observers of this process. Thread-safe."""
-
-    def __init__(self) -> None:
-        # Replaced rather than changed, so that reporting needs no lock.
-        self._observers: tuple[Observer, ...] = ()
-        self._lock = Lock()
-
-    def add(self, observer: Observer) -> None:
-        """Reports all events to ``observer`` from now on."""
-        with self._lock:
-            self._observers = (*self._observers, observer)
-
-    def remove(self, observer: Observer) -> bool:
-        """Stops reporting to ``observer``; a call that has begun may still end after this.
-
-        Returns:
-            Whether the observer was present: False if it had raised, or was removed before.
-        """
-        with self._lock:
-            left = tuple(other for other in self._observers if other is not observer)
-            was_there = len(left) < len(self._observers)
-            self._observers = left
-        return was_there
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether there is an observer."""
-        return bool(self._observers)
-
-    def tell(self, event: str, *arguments: object) -> None:
-        """Reports an event: the name and the arguments of a method of ``Observer``."""
-        for observer in self._observers:
-            try:
-                getattr(observer, event)(*arguments)
-            except BaseException as error:
-                # Two threads may get here with one observer: the thread that removes it logs it.
-                if self.remove(observer):
-                    log_exception("%r raised and is told no more about maps", observer)
-                if not isinstance(error, Exception) and current_thread() is main_thread():
-                    raise  # Ctrl-C
-
-
-observers = Observers()
-"""The observers of this process; every map reports its events to them."""
-
-
-# The display of progress
+def tell(event: str, *arguments: object) -> None:
+    """Reports an event; an error of an observer is logged, and does not concern the map."""
+    for observer in watching.copy():
+        try:
+            getattr(observer, event)(*arguments)
+        except Exception:
+            extending.log_exception("%r raised when it was told about a map", observer)
 
 
 class progress(Display):
@@ -134,9 +69,9 @@ class progress(Display):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        observers.add(self.work)
+        watching.append(self.work)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        observers.remove(self.work)
+        watching.remove(self.work)
         super().__exit__(kind, error, traceback)

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from torchweft.engine.codec.functions import describe
-from torchweft.engine.worker.current import current, is_set
+from torchweft import extending
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.ids import WorkerInfo
 from torchweft.mapreduce import trees
@@ -142,7 +141,7 @@ def rank_of(worker: Any, where: str) -> int:
         raise ArgumentTypeError(
             f"{where} is {kind_of(worker)}; pass the rank or the name of a worker"
         )
-    if not is_set() and not isinstance(worker, str):
+    if not extending.is_worker() and not isinstance(worker, str):
         return worker.id if isinstance(worker, WorkerInfo) else int(worker)
     try:
         return get_worker_info(worker).id
@@ -174,16 +173,16 @@ def ranks_of(workers: tuple[Worker, ...], where: str) -> tuple[int, ...]:
 
 def all_ranks() -> tuple[int, ...]:
     """Returns the ranks of all workers of the group."""
-    if is_set():
+    if extending.is_worker():
         return tuple(info.id for info in get_worker_infos())
     return tuple(range(get_world_size()))
 
 
 def without_lost(ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the ranks of workers that are not lost; all ranks if every worker is lost."""
-    if not is_set():
+    if not extending.is_worker():
         return ranks
-    left = {peer.info.id for peer in current().members.present() if peer.lost is None}
+    left = {peer.info.id for peer in extending.present_workers() if peer.lost is None}
     return tuple(rank for rank in ranks if rank in left) or ranks
 
 
@@ -481,4 +480,4 @@ def _has_nothing(leaf: Any) -> bool:
 
 def _name(partitioner: object) -> str:
     is_own = isinstance(partitioner, TensorDimensionPartitioner)
-    return repr(partitioner) if is_own else describe(partitioner)
+    return repr(partitioner) if is_own else extending.function_name(partitioner)

@@ -17,17 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchweft import knobs
-from torchweft.engine.codec.functions import describe, name_of
-from torchweft.engine.codec.objects import Packed
-from torchweft.engine.worker.peers import Peer
-from torchweft.errors import SerializationError, WorkerLost
+from torchweft import extending, knobs
+from torchweft.autograd import current_context_id
+from torchweft.errors import AutogradError, SerializationError, WorkerLost
+from torchweft.extending import Member, Packed
 from torchweft.mapreduce import trees
-from torchweft.mapreduce.partitioners import Cut, Error, Part, with_note
-from torchweft.mapreduce.shared import Buffers, Slot
+from torchweft.mapreduce.buffers import Buffers
+from torchweft.mapreduce.partitioners import Cut, Error, with_note
+from torchweft.mapreduce.shared import Slot
 from torchweft.rpc import RRef
-from torchweft.rpc.serving import ASYNC_MARK
-from torchweft.rpc.worker import Worker
 
 _FOR_LEAVES = ("can't optimize a non-leaf Tensor", "Only Tensors created explicitly by the user")
 """The errors of torch where an optimizer, or a deep copy, is given a tensor that has a graph."""
@@ -54,51 +52,101 @@ class Manner(NamedTuple):
     concurrency: int
 
 
-class Plan(NamedTuple):
+class Plan:
     """All properties of a map before it runs.
+
+    Args:
+        function: The function to call for each part.
+        cut: The parts that the partitioner made, and the workers that may run them.
+        manner: How to run the map.
 
     Attributes:
         name: The function's name, for messages.
-        function: The function to call for each part.
-        parts: The parts that the partitioner made.
+        function: The function to call for each part, with the care for buffers.
+        parts: The parts.
         arguments: Args and kwargs of each part, without the values in ``content``.
         workers: Ranks of the workers that may run parts.
+        members: The workers, by rank. In an open group a rank may belong to another one later.
+        manner: How to run the map.
+        may_rerun: Whether parts run again if a worker is lost.
+        buffers: The buffers of modules that the first part gets.
         content: The function and the values that parts share, packed; None to send them with each
             part.
         own_content: The same for this worker, which needs it to have copies of its own.
-        may_rerun: Whether parts run again if a worker is lost.
-        manner: How to run the map.
         fan_out: How many workers get the content from one worker.
         is_async: Whether the function may return before its work is done.
+        context_id: The autograd context that records the map; 0 if none does.
     """
 
-    name: str
-    function: Callable[..., Any]
-    parts: Sequence[Part]
-    arguments: Sequence[Arguments]
-    workers: tuple[int, ...]
-    content: Packed | None
-    own_content: Packed | None
-    may_rerun: bool
-    manner: Manner
-    fan_out: int
-    is_async: bool = False
+    def __init__(self, function: Callable[..., Any], cut: Cut, manner: Manner) -> None:
+        self.name = extending.function_name(function)
+        self.parts = cut.parts
+        self.workers = cut.workers
+        homes = {part[0] for part in cut.parts}
+        self.members = {rank: extending.find_worker(rank) for rank in (*cut.workers, *homes)}
+        self.manner = manner
+        self.may_rerun = cut.is_any if manner.rerun is None else manner.rerun
+        self.fan_out = max(knobs.FAN_OUT.get(), 1)
+        self.is_async = extending.is_async_execution(function) or inspect.iscoroutinefunction(
+            function
+        )
+        self.context_id = _recording_context()
+        self.arguments = [(part[1], part[2]) for part in cut.parts]
+        self.buffers = Buffers(function, *(self.arguments[0] if self.arguments else ((), {})))
+        if self.buffers.are_any:
+            function = self.buffers.watched(function)
+            args, kwargs = self.arguments[0]
+            self.arguments[0] = (args, self.buffers.wanted_with(kwargs))
+        self.function = function
+        self.content: Packed | None = None
+        are_in_turn = len(cut.parts) > len(homes)
+        if are_in_turn or len(homes) > self.fan_out:
+            self._share(are_in_turn)
+        self.own_content = self.content
+        me = extending.this_worker()
+        if self.content is None and me in self.members.values():
+            packed = extending.pack((function, []), [me])
+            self.own_content = None if packed.externals else packed
+
+    def _share(self, are_in_turn: bool) -> None:
+        """Takes the values that parts share out of their arguments, and packs them.
+
+        Args:
+            are_in_turn: Whether some workers run several parts, and can keep a part sent ahead.
+        """
+        common = find_common(self.arguments)
+        if extending.is_named(self.function) and not common.values and not are_in_turn:
+            return
+        members = self.members.values()
+        try:
+            packed = extending.pack((self.function, common.values), members)
+            if packed.externals:
+                # Each reference is counted when it is sent, so it is sent with each part.
+                holders = {
+                    id(each) for each in common.values if extending.pack(each, members).externals
+                }
+                common = find_common(self.arguments, holders)
+                packed = extending.pack((self.function, common.values), members)
+        except SerializationError:
+            return  # The call of a part raises a better error.
+        if not packed.externals:
+            self.arguments, self.content = common.arguments, packed
 
     @property
     def limit_s(self) -> float:
         """Time limit of the map in seconds."""
         return self.manner.timeout if self.manner.timeout > 0 else math.inf
 
-    def content_for(self, peer: Peer) -> Packed | None:
+    def content_for(self, member: Member) -> Packed | None:
         """Returns the content of a worker's ``Shared`` object; None if its parts need no object."""
-        return self.own_content if peer.is_self else self.content
+        return self.own_content if member.is_self else self.content
 
-    def keeps_ahead(self, peer: Peer) -> bool:
+    def keeps_ahead(self, member: Member) -> bool:
         """Whether a worker can be sent a part ahead: it needs a ``Shared`` object to keep the part.
 
         The object would take an ``async`` function for ended when it has only begun.
         """
-        return self.content_for(peer) is not None and not self.is_async
+        return self.content_for(member) is not None and not self.is_async
 
     def with_note(self, error: Error, part: int, worker: str) -> Error:
         """Returns an error of a part with a note that names the part."""
@@ -107,92 +155,24 @@ class Plan(NamedTuple):
             text += f"; {_LEAVES_OF_ITS_OWN}"
         return with_note(error, text)
 
-    def lost_error(self, peer: Peer) -> WorkerLost:
+    def lost_error(self, member: Member) -> WorkerLost:
         """Returns the error of a map that cannot continue without a worker."""
         text = f"in a map of {self.name} over {len(self.parts)} parts: "
         if self.may_rerun:
             text += "no worker is left to run the parts of the lost one"
         else:
             text += "parts of the lost worker are not run elsewhere; rerun=True allows that"
-        return with_note(peer.lost_error(), text)
+        return with_note(member.lost_error(), text)
 
 
-def make_plan(
-    worker: Worker,
-    function: Callable[..., Any],
-    cut: Cut,
-    manner: Manner,
-    peers: Sequence[Peer],
-    buffers: Buffers,
-) -> Plan:
-    """Returns the plan of a map, with the values that its parts share packed once."""
-    me = worker.agent.me
-    fan_out = max(knobs.FAN_OUT.get(), 1)
-    name = describe(function)
-    is_async = hasattr(function, ASYNC_MARK) or inspect.iscoroutinefunction(function)
-    whole = [(part[1], part[2]) for part in cut.parts]
-    if buffers.are_any:
-        function = buffers.watched(function)
-        whole[0] = (whole[0][0], buffers.wanted_with(whole[0][1]))
-    common, content, own_content = Common([], whole), None, None
-    homes = len({part[0] for part in cut.parts})
-    are_in_turn = len(cut.parts) > homes
-    if are_in_turn or homes > fan_out:
-        common, content = _shared(worker, function, whole, peers, are_in_turn)
-    if content is not None:
-        own_content = content
-    elif me in peers:
-        own_content = worker.encoder.pack_for([me], (function, []))
-        if own_content.externals:
-            own_content = None
-    return Plan(
-        name,
-        function,
-        cut.parts,
-        common.arguments,
-        cut.workers,
-        content,
-        own_content,
-        cut.is_any if manner.rerun is None else manner.rerun,
-        manner,
-        fan_out,
-        is_async,
-    )
-
-
-def _shared(
-    worker: Worker,
-    function: Callable[..., Any],
-    arguments: Sequence[Arguments],
-    peers: Sequence[Peer],
-    are_in_turn: bool,
-) -> tuple[Common, Packed | None]:
-    """Returns the rest of the arguments of all parts, and the values that they share, packed.
-
-    Args:
-        worker: This worker.
-        function: The function to call for each part.
-        arguments: Args and kwargs of each part.
-        peers: The workers that may run parts.
-        are_in_turn: Whether some workers run several parts, and can keep a part sent ahead.
-    """
-    common = find_common(arguments)
-    nothing = Common([], list(arguments))
-    is_named = name_of(function, main_by_name=True) is not None
-    if is_named and not common.values and not are_in_turn:
-        return nothing, None
+def _recording_context() -> int:
+    """Returns the autograd context that records calls of this thread; 0 if none does."""
+    if not torch.is_grad_enabled():
+        return 0
     try:
-        packed = worker.encoder.pack_for(peers, (function, common.values))
-        if packed.externals:
-            # Each reference is counted when it is sent, so it is sent with each part.
-            holders = {
-                id(each) for each in common.values if worker.encoder.pack_for(peers, each).externals
-            }
-            common = find_common(arguments, holders)
-            packed = worker.encoder.pack_for(peers, (function, common.values))
-    except SerializationError:
-        return nothing, None  # The call of a part raises a better error.
-    return (nothing, None) if packed.externals else (common, packed)
+        return current_context_id()
+    except AutogradError:
+        return 0
 
 
 # Shared values
@@ -288,5 +268,5 @@ def may_have_graph(result: Any) -> bool:
 
 def _is_atom(leaf: Any) -> bool:
     if isinstance(leaf, _FUNCTIONS):
-        return name_of(leaf, main_by_name=True) is not None
+        return extending.is_named(leaf)
     return isinstance(leaf, _ATOMS)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.engine.codec.functions import describe
+from torchweft import extending
 from torchweft.errors import ReduceError
 from torchweft.mapreduce import trees
 
@@ -87,7 +87,7 @@ def reduce(reducer: Reducer, results: Sequence[Any], weights: Sequence[float] | 
     except Exception as error:
         advice = f"; {_unfit(listed)}" if _unfit(listed) else ""
         reason = f"{type(error).__name__}: {error}{advice}"
-        raise _failed(describe(reducer), len(listed), reason) from error
+        raise _failed(extending.function_name(reducer), len(listed), reason) from error
 
 
 def _leaf_by_leaf(

@@ -27,13 +27,22 @@ class Make(NamedTuple):
     parent: int | None
 
 
+Attempt = tuple[int, int]
+"""The numbers of a part, and of the start of it."""
+
+
 class Start(NamedTuple):
-    """Send a part to a worker, which has its object by now; the worker keeps a part sent ahead."""
+    """Send a part to a worker, which has its object by now.
+
+    A part that is sent ahead has ``is_ahead``. It runs when another part has ended, but not before
+    the attempt ``after`` has begun, as two threads may read two messages.
+    """
 
     part: int
     attempt: int
     worker: int
     is_ahead: bool = False
+    after: Attempt | None = None
 
 
 class Begin(NamedTuple):
@@ -130,6 +139,8 @@ class Schedule:
             self._queues[worker].append(part)
         self._loads = dict.fromkeys(self._queues, 0)
         self._kept: dict[int, deque[int]] = {worker: deque() for worker in self._queues}
+        self._begun: dict[int, Attempt | None] = {}
+        """The attempt that has begun last on each worker, with its present object."""
         self._attempts = [0] * len(homes)
         self._running: dict[int, _Run] = {}
         self._ended: dict[int, _Run] = {}
@@ -263,12 +274,16 @@ class Schedule:
         if worker not in self._paths:
             self._make(worker, None)
         self._attempts[part] += 1
-        self._running[part] = _Run(self._attempts[part], worker, self._paths[worker])
+        attempt = self._attempts[part]
+        self._running[part] = _Run(attempt, worker, self._paths[worker])
         self._loads[worker] += 1
-        is_ahead = self._loads[worker] > self._concurrency
-        if is_ahead:
+        if self._loads[worker] > self._concurrency:
             self._kept[worker].append(part)
-        self._actions.append(Start(part, self._attempts[part], worker, is_ahead))
+            start = Start(part, attempt, worker, is_ahead=True, after=self._begun[worker])
+        else:
+            self._begun[worker] = part, attempt
+            start = Start(part, attempt, worker)
+        self._actions.append(start)
 
     def _stop(self, part: int) -> _Run:
         run = self._running.pop(part)
@@ -278,11 +293,13 @@ class Schedule:
             kept.remove(part)
         elif kept:
             following = kept.popleft()
+            self._begun[run.worker] = following, self._attempts[following]
             self._actions.append(Begin(following, self._attempts[following], run.worker))
         return run
 
     def _make(self, worker: int, parent: int | None) -> None:
         self._paths[worker] = () if parent is None else (*self._paths[parent], parent)
+        self._begun[worker] = None
         self._actions.append(Make(worker, parent))
 
     def _replant(self, part: int) -> None:

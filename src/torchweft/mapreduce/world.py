@@ -12,28 +12,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import functools
-import inspect
 import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-
-from torchweft import rpc
-from torchweft.engine.protocol.registration import HOST
-from torchweft.engine.worker.agent import Agent
-from torchweft.engine.worker.current import current, is_set
-from torchweft.errors import ArgumentTypeError, ConfigurationError, WeftError
+from torchweft import extending, rpc
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.extending import Member
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import shutdown
-from torchweft.rpc.joining import INIT_METHOD_VARIABLE, NAME_VARIABLE, get_worker_info
-from torchweft.rpc.node import current_node
-from torchweft.rpc.options import find_placement, from_tensorpipe
 
 __all__ = [
     "WorldInfo",
@@ -94,26 +85,36 @@ class WorldInfo(NamedTuple):
         Raises:
             UnknownWorker: The group has no worker of this rank.
         """
-        if is_set():
-            return current().find(self.world_rank).name
+        if extending.is_worker():
+            return extending.find_worker(self.world_rank).name
         return _launched_name() or default_worker_name_format(*self)
 
 
 def get_world_info() -> WorldInfo:
     """Returns the place of this process among the workers. Never blocks.
 
-    Before this process joins a group, the environment variables ``RANK``, ``WORLD_SIZE``,
-    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` define it; by default, the process is alone.
+    Before this process joins a group, its launcher's environment variables define it, such as
+    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``; by default, the process is
+    alone.
 
     Raises:
-        ConfigurationError: One of the variables is not a number.
+        ConfigurationError: One of the variables is not a number, or they contradict each other.
     """
-    return _place_in_group(current()) if is_set() else _launched_place()
+    if not extending.is_worker():
+        return _launched_place()
+    me, members = extending.this_worker(), extending.present_workers()
+    rank, size = me.info.id, len(members)
+    place = extending.launched_place()
+    # A launcher knows best which worker is on which host, if it has started this group.
+    if (place.rank, place.world_size) == (rank, size) and place.local_rank is not None:
+        return _launched_place()
+    here = [member.info.id for member in members if member.host == me.host]
+    return WorldInfo(rank, size, here.index(rank), len(here))
 
 
 def get_world_rank() -> int:
     """Returns the number of this worker in the group, from 0; see ``get_world_info``."""
-    return current().info.id if is_set() else _number("RANK", 0)
+    return rpc.get_worker_info().id if extending.is_worker() else _launched_place().rank
 
 
 get_rank = get_world_rank
@@ -121,7 +122,9 @@ get_rank = get_world_rank
 
 def get_world_size() -> int:
     """Returns how many workers the group has; see ``get_world_info``."""
-    return len(current().members.present()) if is_set() else _number("WORLD_SIZE", 1)
+    if extending.is_worker():
+        return len(extending.present_workers())
+    return _launched_place().world_size
 
 
 def get_local_rank() -> int:
@@ -147,57 +150,20 @@ def get_worker_id(id: str | int | WorkerInfo | None = None) -> int:
     """
     if isinstance(id, int):
         return id
-    return get_world_rank() if id is None else get_worker_info(id).id
+    return get_world_rank() if id is None else rpc.get_worker_info(id).id
 
 
 def _launched_place() -> WorldInfo:
-    """Returns the place of this process according to the environment variables.
-
-    Raises:
-        ConfigurationError: A variable is not a number.
-    """
+    """Returns the place that the launcher gave this process; by default, it is alone."""
+    place = extending.launched_place()
     return WorldInfo(
-        _number("RANK", 0),
-        _number("WORLD_SIZE", 1),
-        _number("LOCAL_RANK", 0),
-        _number("LOCAL_WORLD_SIZE", 1),
+        place.rank or 0, place.world_size or 1, place.local_rank or 0, place.local_world_size or 1
     )
 
 
 def _launched_name() -> str | None:
     """Returns the name that ``torchweft run`` has given to this process, or None."""
-    return os.environ.get(NAME_VARIABLE)
-
-
-def _place_in_group(agent: Agent) -> WorldInfo:
-    members = agent.members.present()
-    rank, size = agent.info.id, len(members)
-    place = _launched_place()
-    # A launcher knows best which worker is on which host, if it has started this group.
-    if (place.world_rank, place.world_size) == (rank, size) and "LOCAL_RANK" in _variables():
-        return place
-    host = agent.me.registration.facts.get(HOST)
-    here = [peer.info.id for peer in members if peer.registration.facts.get(HOST) == host]
-    return WorldInfo(rank, size, here.index(rank), len(here))
-
-
-def _variables() -> Mapping[str, str]:
-    """Returns the environment, with ``RANK`` and so on where a launcher names them otherwise."""
-    if "RANK" in os.environ:
-        return os.environ
-    return {**os.environ, **find_placement(os.environ).variables}
-
-
-def _number(variable: str, default: int) -> int:
-    text = _variables().get(variable)
-    if text is None:
-        return default
-    if not text.isdigit():
-        raise ConfigurationError(
-            f"environment variable {variable} is {text!r}, which is no number; unset it, or set it "
-            f"like {variable}={default}"
-        )
-    return int(text)
+    return os.environ.get("WEFT_WORKER_NAME")
 
 
 # Functions that run on some of the workers only. The rank is looked up at each call. So a function
@@ -334,8 +300,8 @@ def auto_init_rpc(
         rpc_backend_options: All other options; see ``torchweft.init_rpc``.
 
     Raises:
-        ArgumentTypeError: An argument is not a function that can be called. A call of the
-            decorated function raises it if the parentheses of the decorator are missing.
+        ArgumentTypeError: An argument is not a function. A call of the decorated function raises it
+            if the parentheses of the decorator are missing.
 
     The decorated function raises the errors of ``torchweft.init_rpc``, and:
 
@@ -344,27 +310,43 @@ def auto_init_rpc(
         WorkerLost: Another worker was lost before all could begin; gives the cause if that worker
             could report it.
     """
-    _check_functions(worker_init_fn, worker_name_format)
+    for argument, value in (
+        ("worker_init_fn", worker_init_fn or _nothing),
+        ("worker_name_format", worker_name_format),
+    ):
+        if not callable(value):
+            raise ArgumentTypeError(f"{argument} is {value!r}; it must be a function")
 
-    def decorate(*given: Any, **keywords: Any) -> Callable[P, T]:
-        function = cast("Callable[P, T]", _one_function(given, keywords, worker_init_fn))
+    def decorate(function: Any = None, *given: Any, **keywords: Any) -> Callable[P, T]:
+        if given or keywords or not callable(function):
+            raise ArgumentTypeError(
+                "auto_init_rpc(...) decorates one function; if it was to decorate "
+                f"{worker_init_fn!r}, write @auto_init_rpc(), which has parentheses"
+            )
 
         @functools.wraps(function)
         def join_and_run(*args: P.args, **kwargs: P.kwargs) -> T:
-            if is_set():
-                _initialize(worker_init_fn)
-                return function(*args, **kwargs)
+            initialize = worker_init_fn or _nothing
+            if extending.is_worker():
+                initialize()
+                result: T = function(*args, **kwargs)
+                return result
             with recorded():
-                agent = _join(worker_name_format, backend, rpc_backend_options)
-            with staying(agent), recorded():
+                me = _join(worker_name_format, backend, rpc_backend_options)
+            with staying(me), recorded():
                 # All have joined: ``init_rpc`` has waited for them.
-                _initialize(worker_init_fn)
+                initialize()
                 rpc.barrier(timeout=_NO_LIMIT)
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                return result
 
         return join_and_run
 
     return decorate
+
+
+def _nothing() -> None:
+    pass
 
 
 def barrier(
@@ -392,101 +374,35 @@ def barrier(
     rpc.barrier(tuple(worker_names or ()) or None, timeout)
 
 
-def _join(worker_name_format: NameFormat, backend: Any, options: Options | None) -> Agent:
+def _join(worker_name_format: NameFormat, backend: Any, options: Options | None) -> Member:
     place = _launched_place()
-    _check_launched(place)
+    _check_launched()
     # A launcher names the workers of any program. A format is specific to this program, whose
     # calls use its names, so it takes precedence.
     is_default = worker_name_format is default_worker_name_format
     name = (_launched_name() if is_default else None) or worker_name_format(*place)
-    if place.world_size == 1:
-        options = _alone(options)
     rpc.init_rpc(name, backend, place.world_rank, place.world_size, options)
-    return current()
+    return extending.this_worker()
 
 
-def _alone(options: Options | None) -> rpc.RpcBackendOptions:
-    """Returns the options of the only worker of a group: it needs no store of another process."""
-    if isinstance(options, rpc.TensorPipeRpcBackendOptions):
-        options = from_tensorpipe(options)
-    own = rpc.RpcBackendOptions() if options is None else copy.copy(options)
-    if isinstance(own, rpc.RpcBackendOptions) and own.store is None and own.init_method is None:
-        own.store = HashStore()
-    return own
-
-
-def _check_launched(place: WorldInfo) -> None:
+def _check_launched() -> None:
     """Raises ConfigurationError if this is one of several workers, but rank or size is unknown."""
-    is_told = all(variable in _variables() for variable in ("RANK", "WORLD_SIZE"))
-    is_open = INIT_METHOD_VARIABLE in os.environ and "WORLD_SIZE" not in os.environ
-    is_alone = place.world_rank == 0 and place.world_size == 1
-    if is_open:
+    place = extending.launched_place()
+    if place.world_size is None and "WEFT_INIT_METHOD" in os.environ:
         raise ConfigurationError(
             "auto_init_rpc needs to know how many workers there are, which 'torchweft run "
             "--restart worker' does not say, as they come and go; use '--restart group', or "
             "torchweft.init_rpc()"
         )
-    if not is_told and not is_alone:
-        found, lacking = ("RANK", "WORLD_SIZE") if place.world_rank else ("WORLD_SIZE", "RANK")
-        raise ConfigurationError(
-            f"environment variable {found} is {os.environ[found]}, but {lacking} is not set; start "
-            f"the script with 'torchweft run' or 'torchrun', or unset {found} to run it alone"
-        )
-
-
-def _initialize(worker_init_fn: Callable[[], Any] | None) -> None:
-    if worker_init_fn is not None:
-        worker_init_fn()
-
-
-# Checks of the decorated function and of the decorator's arguments
-
-
-def _check_functions(worker_init_fn: Any, worker_name_format: Any) -> None:
-    for argument, value in (
-        ("worker_init_fn", worker_init_fn or _initialize),
-        ("worker_name_format", worker_name_format),
+    for found, value, lacking, other, least in (
+        ("RANK", place.rank, "WORLD_SIZE", place.world_size, 0),
+        ("WORLD_SIZE", place.world_size, "RANK", place.rank, 1),
     ):
-        if not callable(value):
-            raise ArgumentTypeError(f"{argument} is {value!r}; it must be a function")
-    if worker_init_fn is not None and not _needs_no_arguments(worker_init_fn):
-        raise ArgumentTypeError(
-            f"worker_init_fn is {_name_of(worker_init_fn)}, which cannot be called without "
-            f"arguments; {_PARENTHESES}"
-        )
-
-
-def _needs_no_arguments(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return False
-    except ValueError:  # Built-in functions may have no signature.
-        pass
-    return True
-
-
-def _one_function(
-    given: tuple[Any, ...], keywords: dict[str, Any], worker_init_fn: Any
-) -> Callable[..., Any]:
-    if len(given) == 1 and not keywords and callable(given[0]):
-        function: Callable[..., Any] = given[0]
-        return function
-    raise ArgumentTypeError(
-        "there is no function that auto_init_rpc(...) could decorate"
-        if worker_init_fn is None
-        else f"{_name_of(worker_init_fn)} was given to auto_init_rpc as worker_init_fn, and there "
-        f"is no main function; {_PARENTHESES}"
-    )
-
-
-def _name_of(function: Any) -> str:
-    return f"function {getattr(function, '__name__', function)!r}"
-
-
-_PARENTHESES = (
-    "if it is the main function, decorate it with @auto_init_rpc(), which has parentheses"
-)
+        if other is None and (value or 0) > least:
+            raise ConfigurationError(
+                f"environment variable {found} is {value}, but {lacking} is not set; start the "
+                f"script with 'torchweft run' or 'torchrun', or unset {found} to run it alone"
+            )
 
 
 # How a worker leaves its group
@@ -497,31 +413,26 @@ _PARENTHESES = (
 # with a ``WorkerLost`` that names this cause, and the end of the group does not wait for it.
 
 
-_TELL_LIMIT_S = 2.0
-"""Time limit for connecting to the workers that are to be told of a failure."""
-
 _BEHIND_S = 1.0
 """How much later than a failed worker the others exit; unloading torch takes a while."""
 
-_SHOWN_LENGTH = 200
-
 
 @contextlib.contextmanager
-def staying(agent: Agent) -> Iterator[None]:
+def staying(me: Member) -> Iterator[None]:
     """Keeps this worker in the group while the block runs the main function, and after it.
 
     The worker stays until the interpreter exits and all other workers are done. If the block
     raises, it stays only until the other workers have been told, which takes a moment.
     """
-    atexit.register(_leave, agent)
+    atexit.register(_leave, me)
     try:
         yield
     except SystemExit as error:
         if error.code:
-            _leave_at_once(agent, error)
+            _leave_at_once(me, error)
         raise
     except BaseException as error:
-        _leave_at_once(agent, error)
+        _leave_at_once(me, error)
         raise
 
 
@@ -542,51 +453,32 @@ def _record(error: Exception) -> None:
         get_error_handler().record_exception(error)
 
 
-def _leave_at_once(agent: Agent, error: BaseException) -> None:
-    """Leaves, and gives the other workers the reason, also those that are not connected yet."""
-    if not _is_current(agent):
-        return
-    agent.lifetime.has_failed = True
-    end_s = time.monotonic() + _TELL_LIMIT_S
-    for peer in agent.members.present():
-        if not peer.is_self and peer.link is None:
-            with contextlib.suppress(WeftError):
-                agent.connect(peer, end_s)
-    current_node().end(farewell=_describe(error))
+def _leave_at_once(me: Member, error: BaseException) -> None:
+    if _is_still(me):
+        extending.leave_failed(error)
 
 
-def _is_current(agent: Agent) -> bool:
+def _is_still(me: Member) -> bool:
     # The program may have called shutdown itself, or this may be a forked process.
-    return is_set() and current() is agent
+    return extending.is_worker() and extending.this_worker() is me
 
 
-def _describe(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"its program called sys.exit({error.code!r})"
-    if isinstance(error, KeyboardInterrupt):
-        return "its program was interrupted"
-    first_line, *_ = str(error).splitlines() or [""]
-    shown = first_line if len(first_line) <= _SHOWN_LENGTH else f"{first_line[:_SHOWN_LENGTH]}..."
-    kind = type(error).__name__
-    return f"its program raised {kind}: {shown}" if shown else f"its program raised {kind}"
-
-
-def _leave(agent: Agent) -> None:
+def _leave(me: Member) -> None:
     """Leaves together with all other workers; an ``atexit`` handler."""
-    if not _is_current(agent):
+    if not _is_still(me):
         return
     try:
         shutdown()
     except KeyboardInterrupt:
-        _end_badly(agent, "interrupted while it waited for the others to be done", 130)
+        _end_badly(me, "interrupted while it waited for the others to be done", 130)
     except Exception as error:
-        _end_badly(agent, str(error), 1)
+        _end_badly(me, str(error), 1)
         _let_others_end_first()
         _record(error)
 
 
-def _end_badly(agent: Agent, what: str, status: int) -> None:
-    print(f"weft: worker {agent.info.name!r}: {what}", file=sys.stderr)
+def _end_badly(me: Member, what: str, status: int) -> None:
+    print(f"weft: worker {me.name!r}: {what}", file=sys.stderr)
     vars(sys)["_weft_exit_status"] = _ExitStatus(status)
 
 

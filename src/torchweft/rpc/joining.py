@@ -22,6 +22,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from torchweft import knobs, scraping, standard_streams
@@ -58,11 +59,12 @@ from torchweft.errors import (
     NotInitialized,
     ProtocolError,
     ShutdownError,
+    WeftError,
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
 from torchweft.probe import network_id
-from torchweft.rpc.node import Node, current_node
+from torchweft.rpc.node import Node, current_node, how_ended
 from torchweft.rpc.options import (
     Meeting,
     Placement,
@@ -86,6 +88,8 @@ the store, workers that come late must find the verdict there."""
 NAME_VARIABLE = "WEFT_WORKER_NAME"
 INIT_METHOD_VARIABLE = "WEFT_INIT_METHOD"
 _ENVIRONMENT_METHOD = "env://"
+_TELL_LIMIT_S = 2.0
+"""Time limit for connecting to the workers that are to be told of a failure."""
 
 
 @without_own_frames
@@ -170,9 +174,7 @@ def join_group(
     store = options.store
     try:
         if store is None:
-            method = _given_method(options) or _found_method(place)
-            opened = rendezvous.open_store(method, rank, world_size, options.init_timeout)
-            store = PrefixStore("weft/0", opened)
+            store = _open_store(rank, world_size, options, place)
         metrics = _listen_for_scrapes(place)
         if world_size is None:
             enter_open(name, rank, store, options)
@@ -253,6 +255,26 @@ def leave(timeout: float, follow: Following | None = None) -> None:
         raise problem
 
 
+def leave_failed(error: BaseException) -> None:
+    """Leaves the group at once, and tells the other workers that the program has failed.
+
+    They get the reason as the cause of the loss, also those that are not connected yet. Blocks
+    for a moment, at most ``_TELL_LIMIT_S``.
+
+    Args:
+        error: The error that has ended the program.
+    """
+    node = current_node()
+    agent = node.agent
+    agent.lifetime.has_failed = True
+    end_s = time.monotonic() + _TELL_LIMIT_S
+    for peer in agent.members.present():
+        if not peer.is_self and peer.link is None:
+            with contextlib.suppress(WeftError):
+                agent.connect(peer, end_s)
+    node.end(farewell=how_ended(error))
+
+
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
     """Returns name and rank of a worker, or of this worker.
 
@@ -331,6 +353,17 @@ def _found_method(place: Placement | None) -> str:
     if place.rank is not None and place.meeting.missing:
         raise ConfigurationError(place.meeting.missing)
     return place.meeting.init_method or _ENVIRONMENT_METHOD
+
+
+def _open_store(
+    rank: int, world_size: int | None, options: RpcBackendOptions, place: Placement | None
+) -> Any:
+    method = _given_method(options)
+    if world_size == 1 and place is not None and not (method or options.init_method):
+        return HashStore()  # A worker that is alone needs no meeting place.
+    method = method or _found_method(place)
+    opened = rendezvous.open_store(method, rank, world_size, options.init_timeout)
+    return PrefixStore("weft/0", opened)
 
 
 def _checked_name(name: str | None, rank: int) -> str:

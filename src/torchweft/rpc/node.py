@@ -486,15 +486,21 @@ def _program_end() -> str:
     if isinstance(error, SystemExit):
         if not error.code:
             return ""
-        if error.__context__ is None:
-            return f"its program called sys.exit({error.code!r}); "[:_SHOWN_LENGTH]
-        error = error.__context__  # So ``torch.multiprocessing`` ends a target that has raised.
-    if error is None:
-        return ""
+        # ``torch.multiprocessing`` so ends a target that has raised.
+        error = error.__context__ or error
+    return "" if error is None else f"{how_ended(error)}; "
+
+
+def how_ended(error: BaseException) -> str:
+    """Returns in a line how a program has ended that an error ended."""
+    if isinstance(error, SystemExit):
+        return f"its program called sys.exit({error.code!r})"[:_SHOWN_LENGTH]
+    if isinstance(error, KeyboardInterrupt):
+        return "its program was interrupted"
     raised = type(error).__name__
     with contextlib.suppress(Exception):  # The text of an exception is code of the program.
         raised = f"{raised}: {error}".splitlines()[0][:_SHOWN_LENGTH].removesuffix(": ")
-    return f"its program raised {raised}; "
+    return f"its program raised {raised}"
 
 
 def _warn(lifetime: Lifetime, peer: Peer) -> None:

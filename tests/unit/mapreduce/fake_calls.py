@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from torchweft import extending, rpc
+from torchweft.autograd.contexts import current_id
 from torchweft.engine.codec.objects import Packed
 from torchweft.engine.protocol.registration import Registration
-from torchweft.engine.threads.reactor import Waiting
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallCancelled
-from torchweft.mapreduce import execution, shared
+from torchweft.extending import Member, OrderedFuture
+from torchweft.ids import WorkerInfo
+from torchweft.mapreduce import shared
 from torchweft.mapreduce.execution import Execution
 from torchweft.mapreduce.partitioners import Part
 from torchweft.mapreduce.plan import Manner, Plan
-from torchweft.rpc.calls import fail
 
 HEAVY = torch.zeros(1 << 20)
-CONTENT = Packed(b"content", (), ())
+CONTENT = Packed(b"content", [], [])
 
 
 def make_peer(rank: int, *, is_self: bool = False) -> Peer:
@@ -33,48 +36,35 @@ def lose(peer: Peer) -> None:
     peer.declare_lost("the test says so")
 
 
-class FakeReactor:
-    """Keeps tasks until the test runs them."""
+class Tasks:
+    """Keeps what is to run in the background until the test runs it."""
 
     def __init__(self) -> None:
-        self.tasks: list[Callable[..., None]] = []
-        self.waits: list[str] = []
-        self.notes: dict[int, Any] = {}
-        self.is_closing = False
+        self.tasks: list[Callable[[], None]] = []
 
-    def submit_task(self, function: Callable[..., None], first: Any = None) -> None:
-        self.tasks.append(function)
+    def add(self, function: Callable[..., None], *args: Any) -> None:
+        self.tasks.append(partial(function, *args))
 
-    def run_tasks(self) -> None:
+    def run_all(self) -> None:
         while self.tasks:
-            self.tasks.pop(0)(None, None)
-
-    def waiting(self, parts: Callable[[], Any]) -> Waiting:
-        return Waiting(self, parts, needs_any=False)  # type: ignore[arg-type]
-
-    def begin_wait(self) -> bool:
-        self.waits.append("begin")
-        return True
-
-    def end_wait(self) -> None:
-        self.waits.append("end")
+            self.tasks.pop(0)()
 
 
-class FakeFuture(torch.futures.Future[Any]):
+class FakeFuture(OrderedFuture[Any]):
     """The answer to a part. Unlike a real future it ends in the thread that cancels it."""
 
     __slots__ = ("kept", "was_cancelled")
 
     def __init__(self) -> None:
-        torch._C.Future.__init__(self, [])
-        self.kept: object = None
+        super().__init__()
+        self.kept: Any = None
         self.was_cancelled = False
 
     def cancel(self) -> bool:
         self.was_cancelled = True
         if self.done():
             return False
-        fail(self, CallCancelled("cancelled"))
+        self.set_exception(CallCancelled("cancelled"))
         return True
 
 
@@ -89,7 +79,7 @@ class Sent:
 
 
 class Calls:
-    """Replaces ``start`` and ``create``.
+    """Replaces ``start_call`` and ``remote``.
 
     Attributes:
         sent: The parts, in the order in which they were sent.
@@ -104,27 +94,28 @@ class Calls:
         self.on_send: Callable[[Sent], None] = lambda sent: None
         self.on_make: Callable[[int], None] = lambda worker: None
 
-    def start(
+    def start_call(
         self,
-        _: Any,
-        peer: Peer,
+        to: Member,
         function: Any,
         args: Any,
-        kwargs: Any,
+        kwargs: Any = None,
+        *,
         timeout: float,
-        subject: str | None = None,
+        name: str,
     ) -> FakeFuture:
-        sent = Sent(peer.id, args[1] if function is shared.run else args, timeout)
+        if to.lost is not None:
+            raise to.lost_error()
+        has_object = function is shared.run
+        sent = Sent(to.id, args[1] if has_object else args, timeout)
         self.on_send(sent)
         self.sent.append(sent)
         return sent.future
 
-    def create(
-        self, _: Any, peer: Peer, function: Any, args: Any, kwargs: Any, timeout: float
-    ) -> Any:
-        self.on_make(peer.id)
-        self.made.append((peer.id, args[0].id[0] if function is shared.pull else None))
-        return SimpleNamespace(id=(peer.id, 0, 0))
+    def remote(self, to: WorkerInfo, function: Any, args: Any) -> Any:
+        self.on_make(to.id)
+        self.made.append((to.id, args[0].worker if function is shared.pull else None))
+        return SimpleNamespace(worker=to.id, id=(to.id, 0, 0))
 
     @property
     def numbers(self) -> list[int]:
@@ -138,7 +129,7 @@ class Calls:
         """Answers the last attempt of a part, by default with ten times its number."""
         future = self.last(number).future
         if isinstance(result, BaseException):
-            fail(future, result)
+            future.set_exception(result)
         else:
             future.set_result(number * 10 if result is None else result)
 
@@ -175,28 +166,35 @@ class Map:
     ) -> None:
         workers = tuple(workers or dict.fromkeys(homes))
         self.calls = Calls()
-        patch.setattr(execution, "start", self.calls.start)
-        patch.setattr(execution, "create", self.calls.create)
-        self.reactor = FakeReactor()
+        self.tasks = Tasks()
+        patch.setattr(extending, "start_call", self.calls.start_call)
+        patch.setattr(rpc, "remote", self.calls.remote)
+        patch.setattr(extending, "run_in_background", self.tasks.add)
+        patch.setattr(extending, "is_worker", lambda: self.is_worker)
+        self.is_worker = True
         self.peers = {rank: make_peer(rank, is_self=rank == here) for rank in workers}
         self.outcomes: list[tuple[list[Any] | None, BaseException | None]] = []
         others = list(arguments) or [()] * len(homes)
-        plan = Plan(
+        manner = Manner(-1.0, balance=False, rerun=None, concurrency=1)
+        of_manner = {name: how.pop(name) for name in Manner._fields if name in how}
+        self.plan = Plan.__new__(Plan)
+        vars(self.plan).update(
             name="function",
             function=max,
             parts=[Part(home, (), {}) for home in homes],
             arguments=[((number, *other), {}) for number, other in enumerate(others)],
             workers=workers,
+            members=self.peers,
             content=CONTENT if has_object else None,
             own_content=CONTENT if has_object else None,
             may_rerun=True,
-            manner=Manner(-1.0, balance=False, rerun=None, concurrency=1),
+            manner=manner._replace(**of_manner),
             fan_out=4,
+            is_async=False,
+            context_id=current_id() if torch.is_grad_enabled() else 0,
         )
-        of_manner = {name: how.pop(name) for name in Manner._fields if name in how}
-        self.plan = plan._replace(manner=plan.manner._replace(**of_manner), **how)
-        worker: Any = SimpleNamespace(agent=SimpleNamespace(reactor=self.reactor))
-        self.execution = Execution(self.plan, self.peers, worker, self.done)
+        vars(self.plan).update(how)
+        self.execution = Execution(self.plan, self.done)
 
     def done(self, results: list[Any] | None, error: BaseException | None) -> None:
         self.outcomes.append((results, error))

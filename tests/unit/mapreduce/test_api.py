@@ -19,7 +19,7 @@ from torchweft.mapreduce.reducers import reduce
 
 
 class HereCall:
-    """Replaces a ``MapCall``: calls the function for each part at once."""
+    """Replaces a ``Plan``; ``run_here`` calls the function for each part at once."""
 
     made: list[HereCall]
     departed: list[UnknownWorker]
@@ -32,21 +32,21 @@ class HereCall:
         self.manner = manner
         HereCall.made.append(self)
 
-    def begin(self, reducer: Callable[..., Any] | None) -> torch.futures.Future[Any]:
-        results = [self.function(*args, **kwargs) for _, args, kwargs in self.cut.parts]
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        if reducer is not None:
-            weights = [part.weight for part in self.cut.parts]
-            future.set_result(reduce(reducer, results, weights))
-        else:
-            future.set_result(results)
-        return future
+
+def run_here(call: HereCall, reducer: Callable[..., Any] | None) -> torch.futures.Future[Any]:
+    results: Any = [call.function(*args, **kwargs) for _, args, kwargs in call.cut.parts]
+    if reducer is not None:
+        results = reduce(reducer, results, [part.weight for part in call.cut.parts])
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(results)
+    return future
 
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[HereCall]:
     fake_group.join(monkeypatch, size=2)
-    monkeypatch.setattr(api, "MapCall", HereCall)
+    monkeypatch.setattr(api, "Plan", HereCall)
+    monkeypatch.setattr(api, "run_map", run_here)
     HereCall.made, HereCall.departed = [], []
     return HereCall.made
 

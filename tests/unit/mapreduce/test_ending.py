@@ -12,22 +12,6 @@ from torchweft.errors import ShutdownError
 from torchweft.mapreduce import world
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (ValueError("boom"), "its program raised ValueError: boom"),
-        (ValueError("one\ntwo"), "its program raised ValueError: one"),
-        (ValueError("x" * 300), f"its program raised ValueError: {'x' * 200}..."),
-        (StopIteration(), "its program raised StopIteration"),
-        (SystemExit(3), "its program called sys.exit(3)"),
-        (SystemExit("no data"), "its program called sys.exit('no data')"),
-        (KeyboardInterrupt(), "its program was interrupted"),
-    ],
-)
-def test_why_a_worker_leaves_is_said_in_a_line(error: BaseException, expected: str) -> None:
-    assert world._describe(error) == expected
-
-
 def test_torchrun_is_told_of_an_error_where_it_started_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,10 +67,10 @@ def test_a_worker_that_leaves_with_a_problem_says_it_and_exits_badly(
     monkeypatch.setattr(world.os, "_exit", ends.append)
     with group_of(1) as (me,):
         monkeypatch.setattr(current, "here", me.agent)
-        world._leave(me.agent)
+        world._leave(me.agent.me)
         assert slept == pauses
         monkeypatch.setattr(current, "here", None)
-        world._leave(me.agent)
+        world._leave(me.agent.me)
     assert capsys.readouterr().err == f"weft: worker 'worker0': {said}\n"
     assert ends == []
     del sys._weft_exit_status  # type: ignore[attr-defined]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 from tests.unit.mapreduce.fake_calls import HEAVY, Map, Sent, lose
 from torchweft.autograd.contexts import current_id, enter
-from torchweft.engine.worker.calls import current_call
 from torchweft.errors import (
     CallCancelled,
     CallTimeout,
@@ -22,9 +20,7 @@ from torchweft.errors import (
     SerializationError,
     WorkerLost,
 )
-from torchweft.mapreduce import execution
-from torchweft.mapreduce.execution import Surroundings, surroundings
-from torchweft.mapreduce.observers import observers
+from torchweft.mapreduce import execution, observers
 from torchweft.mapreduce.schedule import Moved
 
 LIMIT_S = 20.0
@@ -47,6 +43,12 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
 def make(monkeypatch: pytest.MonkeyPatch) -> Begin:
     """Makes a map that has not begun."""
     return lambda *args, **how: Map(monkeypatch, *args, **how)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Has an object told of the events of maps, for the test."""
+    return lambda observer: monkeypatch.setattr(observers, "watching", [observer])
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def test_no_parts_end_at_once(begin: Begin) -> None:
 def test_an_object_comes_before_the_parts_that_need_it(begin: Begin) -> None:
     one = begin([1, 2, 3], has_object=True, fan_out=1)
     assert one.calls.made == [(1, None), (2, 1), (3, 2)]
-    assert [sent.future.kept.id[0] for sent in one.calls.sent] == [1, 2, 3]
+    assert [sent.future.kept.worker for sent in one.calls.sent] == [1, 2, 3]
     one.calls.answer_all()
     assert one.results == [0, 10, 20]
 
@@ -160,7 +162,7 @@ def test_what_follows_is_done_as_if_by_who_began_the_map(begin: Begin, recorded:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(one.calls.answer, 0).result(LIMIT_S)
         pool.submit(one.calls.answer, 1).result(LIMIT_S)
-        pool.submit(one.reactor.run_tasks).result(LIMIT_S)
+        pool.submit(one.tasks.run_all).result(LIMIT_S)
     assert seen == [(77, False)] * 2
 
 
@@ -173,8 +175,8 @@ def test_what_is_large_is_left_to_a_task(begin: Begin) -> None:
     one.calls.answer(0)
     one.calls.answer(2)
     assert one.calls.numbers == [0, 2], "who answers does not"
-    assert len(one.reactor.tasks) == 1
-    one.reactor.run_tasks()
+    assert len(one.tasks.tasks) == 1
+    one.tasks.run_all()
     assert one.calls.numbers == [0, 2, 1, 3]
     one.calls.answer_all()
     assert one.results == [0, 10, 20, 30]
@@ -184,7 +186,7 @@ def test_small_parts_need_no_task(begin: Begin) -> None:
     one = begin([1, 1], has_object=True)
     one.calls.answer(0)
     assert one.calls.numbers == [0, 1]
-    assert not one.reactor.tasks
+    assert not one.tasks.tasks
 
 
 def test_a_new_object_is_made_by_a_task(begin: Begin) -> None:
@@ -192,7 +194,7 @@ def test_a_new_object_is_made_by_a_task(begin: Begin) -> None:
     lose(one.peers[1])
     one.calls.answer(1)
     assert one.calls.made == [(1, None), (2, None)]
-    one.reactor.run_tasks()
+    one.tasks.run_all()
     assert one.calls.made == [(1, None), (2, None), (3, None)]
     one.calls.answer_all()
     assert one.results == [0, 10, 20]
@@ -206,10 +208,10 @@ def test_an_answer_while_a_task_sends(begin: Begin) -> None:
         if sent.number == 1:
             one.calls.answer(2)
             assert one.calls.numbers == [0, 2]
-            assert not one.reactor.tasks, "the one that sends goes on"
+            assert not one.tasks.tasks, "the one that sends goes on"
 
     one.calls.on_send = on_send
-    one.reactor.run_tasks()
+    one.tasks.run_all()
     assert one.calls.numbers == [0, 2, 1, 3]
 
 
@@ -218,27 +220,27 @@ def test_light_parts_behind_a_large_one_wait_for_their_turn(begin: Begin) -> Non
     one.calls.answer(0)
     one.calls.answer(2)
     assert one.calls.numbers == [0, 2]
-    one.reactor.run_tasks()
+    one.tasks.run_all()
     assert one.calls.numbers == [0, 2, 1, 3]
 
 
 def test_a_failure_does_not_wait_for_a_task_that_may_never_run(begin: Begin) -> None:
     one = begin([1, 1, 2], arguments=[(HEAVY,)] * 3)
     one.calls.answer(0)
-    assert len(one.reactor.tasks) == 1
+    assert len(one.tasks.tasks) == 1
     one.calls.answer(2, KeyError("part 2"))
     assert isinstance(one.error, KeyError)
-    one.reactor.run_tasks()
+    one.tasks.run_all()
     assert one.calls.numbers == [0, 2], "nobody wants the rest"
 
 
 def test_a_map_of_a_worker_that_has_shut_down_can_be_given_up(begin: Begin) -> None:
     one = begin([1, 1], arguments=[(HEAVY,)] * 2)
     one.calls.answer(0)
-    one.reactor.is_closing = True
+    one.is_worker = False
     assert one.execution.cancel()
     assert isinstance(one.error, NotInitialized)
-    one.reactor.run_tasks()
+    one.tasks.run_all()
     assert one.calls.numbers == [0]
 
 
@@ -380,7 +382,7 @@ def test_a_part_whose_own_code_exits_while_it_is_sent(begin: Begin, is_task: boo
 
     one.calls.on_send = on_send
     one.calls.answer(0)
-    one.reactor.run_tasks()
+    one.tasks.run_all()
     assert isinstance(one.error, SystemExit)
 
 
@@ -464,15 +466,16 @@ def test_what_is_called_on_behalf_of_a_part_and_lost_is_its_own_error(begin: Beg
 
 
 @pytest.mark.parametrize("may_rerun", [True, False])
-def test_the_loss_of_a_worker_that_has_done_its_part_is_told(make: Begin, may_rerun: bool) -> None:
-    watching: Any = Watching()
-    observers.add(watching)
+def test_the_loss_of_a_worker_that_has_done_its_part_is_told(
+    make: Begin, watch: Callable[[Any], None], may_rerun: bool
+) -> None:
+    watching = Watching()
+    watch(watching)
     one = make([1, 2], may_rerun=may_rerun)
     one.begin()
     one.calls.answer(0)
     lose(one.peers[1])
     one.calls.answer(1)
-    assert observers.remove(watching)
     assert one.results == [0, 10]
     assert ("lost", "worker1", ()) in watching.events
 
@@ -540,16 +543,15 @@ class Watching:
         return lambda map_id, *given: self.events.append((name, *given))
 
 
-def test_who_watches_is_told_in_order(make: Begin) -> None:
-    watching: Any = Watching()
-    observers.add(watching)
+def test_who_watches_is_told_in_order(make: Begin, watch: Callable[[Any], None]) -> None:
+    watching = Watching()
+    watch(watching)
     one = make([1, 1, 2], balance=True)
     one.begin()
     one.calls.answer(2)
     lose(one.peers[1])
     one.calls.answer(1)
     one.calls.answer(0)
-    assert observers.remove(watching)
     told = [event[:3] if event[0] == "ended" else event for event in watching.events]
     assert told == [
         ("begun", "function", 3, ["worker1", "worker2"]),
@@ -571,71 +573,12 @@ class Failing:
         raise ZeroDivisionError
 
 
-def test_who_raises_hurts_no_map(make: Begin, caplog: pytest.LogCaptureFixture) -> None:
-    failing: Any = Failing()
-    observers.add(failing)
+def test_an_observer_that_raises_does_not_harm_the_map(
+    make: Begin, watch: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    watch(Failing())
     one = make([1, 1])
     one.begin()
     one.calls.answer_all()
     assert one.results == [0, 10]
-    assert not observers.remove(failing)
-    assert len(caplog.records) == 1
-
-
-CALL: Any = object()
-SPAN: ContextVar[str] = ContextVar("a variable of the program", default="")
-State = tuple[int, bool, object, str]
-NOTHING: State = (0, True, None, "")
-
-
-def state() -> State:
-    """Returns the ambient state of this thread."""
-    return current_id(), torch.is_grad_enabled(), current_call.get(), SPAN.get()
-
-
-def made_in(context_id: int, is_grad_enabled: bool, call: Any, span: str) -> Surroundings:
-    def make() -> Surroundings:
-        current_call.set(call)
-        SPAN.set(span)
-        with enter(context_id), torch.set_grad_enabled(is_grad_enabled):
-            return surroundings()
-
-    return copy_context().run(make)
-
-
-@pytest.mark.parametrize("context_id", [0, 5])
-@pytest.mark.parametrize("is_grad_enabled", [False, True])
-def test_another_thread_may_be_in_them(context_id: int, is_grad_enabled: bool) -> None:
-    wanted = (context_id, is_grad_enabled, CALL, "a span")
-    outer, inner = made_in(*wanted), made_in(*NOTHING)
-    assert (outer.context_id, outer.is_grad_enabled) == wanted[:2]
-    assert state() == NOTHING
-
-    def enter_and_leave() -> list[State]:
-        return [state(), inner.run(state), outer.run(state), state()]
-
-    with ThreadPoolExecutor(1) as pool:
-        own = pool.submit(state).result(LIMIT_S)
-        seen = pool.submit(outer.run, enter_and_leave).result(LIMIT_S)
-        after = pool.submit(state).result(LIMIT_S)
-    assert seen == [wanted, NOTHING, wanted, wanted]
-    assert own == after == NOTHING
-
-
-def test_they_may_be_with_the_call_of_another_thread() -> None:
-    found = made_in(5, False, CALL, "a span").for_this_call().run(state)
-    assert found == (5, False, None, "a span")
-
-
-def test_who_raises_leaves_them() -> None:
-    with pytest.raises(ZeroDivisionError):
-        made_in(5, False, CALL, "a span").run(lambda: 1 / 0)
-    assert state() == NOTHING
-
-
-@pytest.mark.parametrize(
-    ("context_id", "is_grad_enabled", "is_recorded"),
-    [(0, True, False), (5, False, False), (5, True, True)],
-)
-def test_what_is_recorded(context_id: int, is_grad_enabled: bool, is_recorded: bool) -> None:
-    assert made_in(context_id, is_grad_enabled, None, "").is_recorded is is_recorded
+    assert caplog.records

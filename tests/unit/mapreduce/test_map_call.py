@@ -14,10 +14,11 @@ from torch import Tensor, nn
 import torchweft
 from tests.unit.mapreduce import lone_worker
 from torchweft import mapreduce, rpc
+from torchweft.autograd.graph import place_of
 from torchweft.engine.worker.current import current
 from torchweft.errors import CallCancelled, NotInitialized, ReduceError
-from torchweft.mapreduce import execution, shared
-from torchweft.mapreduce.execution import MapCall, MapFuture
+from torchweft.mapreduce import shared
+from torchweft.mapreduce.execution import MapFuture, run_map
 from torchweft.mapreduce.partitioners import Cut, Part
 from torchweft.mapreduce.plan import Manner, Plan
 from torchweft.rpc.worker import current_worker
@@ -35,6 +36,10 @@ def alone() -> Iterator[None]:
 def cut_of(*args: tuple[Any, ...], is_any: bool = True) -> Cut:
     parts = [Part(0, each, {}, weight=float(place + 1)) for place, each in enumerate(args)]
     return Cut(parts, (0,), is_any)
+
+
+def run(function: Any, cut: Cut, reducer: Any) -> MapFuture[Any]:
+    return run_map(Plan(function, cut, MANNER), reducer)
 
 
 def add(first: Any, second: Any) -> Any:
@@ -55,22 +60,22 @@ def spoil(model: nn.Module) -> Tensor:
 
 def test_the_results_reduced_or_not() -> None:
     cut = cut_of((1, 2), (3, 4))
-    assert MapCall(add, cut, MANNER).begin(None).wait() == [3, 7]
-    assert MapCall(add, cut, MANNER).begin(sum).wait() == 10
-    weighted: Any = MapCall(add, cut, MANNER).begin(lambda results, weights: (results, weights))
+    assert run(add, cut, None).wait() == [3, 7]
+    assert run(add, cut, sum).wait() == 10
+    weighted: Any = run(add, cut, lambda results, weights: (results, weights))
     assert weighted.wait() == ([3, 7], [1.0, 2.0])
 
 
 def test_no_parts() -> None:
-    assert MapCall(add, Cut([], (0,), is_any=True), MANNER).begin(None).wait() == []
+    assert run(add, Cut([], (0,), is_any=True), None).wait() == []
 
 
 def test_a_program_may_change_the_list_that_it_gets() -> None:
     with torchweft.autograd.context() as context_id:
         weight = torch.ones(2, requires_grad=True)
-        future = MapCall(add, cut_of((weight, 1), (weight, 2)), MANNER).begin(None)
+        future = run(add, cut_of((weight, 1), (weight, 2)), None)
         future.wait().clear()
-        (held,) = contexts().get(context_id).maps
+        (held,) = contexts().get(context_id).recomputable
         held.compute_again()
 
 
@@ -78,14 +83,14 @@ def test_a_program_may_change_the_list_that_it_gets() -> None:
 def test_each_part_has_a_copy_of_its_own(count: int) -> None:
     model = nn.Linear(2, 2)
     expected = sum(each.sum().item() for each in model.parameters())
-    results = MapCall(spoil, cut_of(*[(model,)] * count), MANNER).begin(None).wait()
+    results = run(spoil, cut_of(*[(model,)] * count), None).wait()
     assert [each.item() for each in results] == pytest.approx([expected] * count)
 
 
 def test_gradients_lead_to_what_the_parts_have_in_common() -> None:
     weight = nn.Parameter(torch.ones(2))
     with torchweft.autograd.context() as context_id:
-        total = MapCall(add, cut_of((weight, 1), (weight, 2)), MANNER).begin(sum).wait()
+        total = run(add, cut_of((weight, 1), (weight, 2)), sum).wait()
         torchweft.autograd.backward(context_id, [total.sum()])
         assert torchweft.autograd.get_gradients(context_id)[weight].tolist() == [2, 2]
 
@@ -98,7 +103,7 @@ def divide(first: Tensor, second: Any) -> Any:
 
 
 def test_an_error_of_a_part() -> None:
-    future = MapCall(divide, cut_of((1, 1), (1, 0)), MANNER).begin(None)
+    future = run(divide, cut_of((1, 1), (1, 0)), None)
     with pytest.raises(ZeroDivisionError) as caught:
         future.wait()
     assert "part 1 of 2" in caught.value.__notes__[-1]
@@ -106,30 +111,18 @@ def test_an_error_of_a_part() -> None:
 
 def test_a_reducer_that_raises() -> None:
     with pytest.raises(ReduceError):
-        MapCall(add, cut_of((1, 2)), MANNER).begin(lambda results: results.missing).wait()
+        run(add, cut_of((1, 2)), lambda results: results.missing).wait()
 
     def leave(results: list[Any]) -> None:
         raise SystemExit
 
     with pytest.raises(SystemExit):
-        MapCall(add, cut_of((1, 2)), MANNER).begin(leave).wait()
-
-
-def test_results_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raise_error(*_: Any) -> None:
-        raise ZeroDivisionError("kept")
-
-    monkeypatch.setattr(execution, "Results", raise_error)
-    weight = torch.ones(2, requires_grad=True)
-    with torchweft.autograd.context():
-        future = MapCall(add, cut_of((weight, 1)), MANNER).begin(None)
-        with pytest.raises(ZeroDivisionError, match="kept"):
-            future.wait()
+        run(add, cut_of((1, 2)), leave).wait()
 
 
 def test_a_future_that_the_program_has_completed_itself() -> None:
     gate = Gate()
-    future = MapCall(gate.run, cut_of((1,)), MANNER).begin(None)
+    future = run(gate.run, cut_of((1,)), None)
     future.set_result("other")
     gate.opened.set()
     assert future.wait() == "other"
@@ -165,7 +158,7 @@ class _Waiting:
 def test_a_context_that_ends_while_its_map_runs() -> None:
     gate, weight = Gate(), torch.ones(2, requires_grad=True)
     with torchweft.autograd.context():
-        future = MapCall(gate.run, cut_of((weight,), (weight,)), MANNER).begin(None)
+        future = run(gate.run, cut_of((weight,), (weight,)), None)
         assert gate.begun.wait(LIMIT_S)
     gate.opened.set()
     assert [each.tolist() for each in future.wait()] == [[1, 1], [1, 1]]
@@ -176,7 +169,7 @@ async def never(value: Any) -> None:
 
 
 def test_a_worker_that_shuts_down_while_somebody_waits_for_a_map() -> None:
-    future = MapCall(never, cut_of((1,), (2,)), MANNER).begin(None)
+    future = run(never, cut_of((1,), (2,)), None)
     reactor = current().reactor
     has_waiter, begin_wait = threading.Event(), reactor.begin_wait
 
@@ -194,12 +187,10 @@ def test_a_worker_that_shuts_down_while_somebody_waits_for_a_map() -> None:
 
 
 def test_a_map_after_the_worker_has_shut_down() -> None:
-    made = MapCall(add, cut_of((1, 2)), MANNER)
+    plan = Plan(add, cut_of((1, 2)), MANNER)
     rpc.shutdown(graceful=False)
     with pytest.raises(NotInitialized):
-        made.begin(None).wait()
-    with pytest.raises(NotInitialized):
-        made.run_again()
+        run_map(plan, None).wait()
     with pytest.raises(NotInitialized):
         mapreduce.remote_sync_call(add, args=(1, 2), partitioner=0)
 
@@ -214,38 +205,40 @@ def contexts() -> Any:
 def test_running_it_again_in_its_context() -> None:
     weight = torch.ones(2, requires_grad=True)
     with torchweft.autograd.context() as context_id:
-        made = MapCall(add, cut_of((weight, 1), (weight, 2)), MANNER)
-        first = made.begin(None).wait()
-        assert len(contexts().get(context_id).maps) == 1
-    again = made.run_again()
-    assert [each.tolist() for each in again] == [each.tolist() for each in first]
-    assert [each is other for each, other in zip(again, first, strict=True)] == [False, False]
-    with pytest.raises(ZeroDivisionError):
-        MapCall(divide, cut_of((1, 0)), MANNER).run_again()
+        first = run(add, cut_of((weight, 1), (weight, 2)), None).wait()
+        (held,) = contexts().get(context_id).recomputable
+        with torch.no_grad():
+            held.compute_again()
+        again = held.replaced
+        assert [again[place_of(each)].tolist() for each in first] == [[2, 2], [3, 3]]
+        assert not again.keys() & {place_of(each) for each in again.values()}
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_only_what_gradients_lead_into_is_kept(is_recorded: bool) -> None:
     weight = torch.ones(2, requires_grad=is_recorded)
     with torchweft.autograd.context() as context_id:
-        MapCall(add, cut_of((weight, 1)), MANNER).begin(None).wait()
+        run(add, cut_of((weight, 1)), None).wait()
         with torch.no_grad():
-            MapCall(add, cut_of((weight, 1)), MANNER).begin(None).wait()
-        assert len(contexts().get(context_id).maps) == is_recorded
-    MapCall(add, cut_of((weight, 1)), MANNER).begin(None).wait()
+            run(add, cut_of((weight, 1)), None).wait()
+        assert len(contexts().get(context_id).recomputable) == is_recorded
+    run(add, cut_of((weight, 1)), None).wait()
 
 
-def test_who_is_interrupted_while_it_runs_again_leaves_nothing_behind(
+def test_an_interrupt_while_it_runs_again_leaves_no_call_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = MapCall(never, cut_of((1,)), MANNER)
+    weight = torch.ones(2, requires_grad=True)
+    with torchweft.autograd.context() as context_id:
+        run(add, cut_of((weight, 1)), None).wait()
+        (held,) = contexts().get(context_id).recomputable
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(MapFuture, "wait", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        made.run_again()
+        monkeypatch.setattr(MapFuture, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            held.compute_again()
     assert len(current().calls) == 0
 
 
@@ -253,7 +246,7 @@ def test_who_is_interrupted_while_it_runs_again_leaves_nothing_behind(
 
 
 def plan_of(function: Any, cut: Cut, **manner: Any) -> Plan:
-    return MapCall(function, cut, MANNER._replace(**manner))._plan
+    return Plan(function, cut, MANNER._replace(**manner))
 
 
 def test_parts_of_a_worker_share_what_they_have_in_common() -> None:
@@ -316,6 +309,6 @@ def test_a_function_goes_by_the_name_that_it_had(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_future_is_one_of_a_map() -> None:
-    future = MapCall(add, cut_of((1, 2)), MANNER).begin(None)
+    future = run(add, cut_of((1, 2)), None)
     assert isinstance(future, MapFuture)
     assert future.wait() == [3]

@@ -1,6 +1,9 @@
+"""Tests how a thread or a task waits for a map, and that its future keeps nothing."""
+
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.mapreduce.fake_calls import FakeReactor
+from torchweft import extending
 from torchweft.errors import CallCancelled
 from torchweft.mapreduce import execution
 from torchweft.mapreduce.execution import MapFuture
@@ -18,55 +21,52 @@ from torchweft.mapreduce.execution import MapFuture
 LIMIT_S = 20.0
 
 
-class NotifyingReactor(FakeReactor):
-    """Tells when a thread is about to wait."""
+class FakeExecution:
+    """Ends its future when it is cancelled."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_waiter = threading.Event()
+    def __init__(self, future: MapFuture[Any]) -> None:
+        self.future = future
+        self.was_cancelled = threading.Event()
 
-    def begin_wait(self) -> bool:
-        self.has_waiter.set()
-        return super().begin_wait()
+    def begin(self) -> None:
+        pass
 
+    def open_calls(self) -> list[Any]:
+        return []
 
-def make() -> tuple[MapFuture[Any], NotifyingReactor]:
-    reactor: Any = NotifyingReactor()
-    return MapFuture(reactor), reactor
-
-
-def while_waiting(
-    future: MapFuture[Any], reactor: NotifyingReactor, then: Callable[[], Any]
-) -> Any:
-    """Calls ``then`` while another thread is in ``wait``; returns the result of ``wait``."""
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(future.wait)
-        assert reactor.has_waiter.wait(LIMIT_S)
-        then()
-        return waiting.result(LIMIT_S)
+    def cancel(self) -> bool:
+        self.was_cancelled.set()
+        self.future.end(None, CallCancelled("given up"))
+        return True
 
 
-def test_who_waits_gets_the_result() -> None:
-    future, reactor = make()
-    assert while_waiting(future, reactor, lambda: future.complete(5)) == 5
-    assert reactor.waits == ["begin", "end"], "others may use the thread meanwhile"
-    assert future.wait() == 5
-    assert reactor.waits == ["begin", "end"]
+def make() -> tuple[MapFuture[Any], FakeExecution]:
+    future: MapFuture[Any] = MapFuture()
+    made: Any = FakeExecution(future)
+    future.begin(made)
+    return future, made
 
 
-def test_who_waits_gets_a_copy_of_the_error() -> None:
-    future, reactor = make()
+@pytest.fixture(autouse=True)
+def _a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "_LOOK_S", 0.001)
+    monkeypatch.setattr(extending, "is_worker", lambda: True)
+
+
+def test_each_wait_raises_a_copy_of_the_error() -> None:
+    future, _ = make()
     error = KeyError("missing")
+    future.end(None, error)
     caught = []
     for _ in range(2):
         with pytest.raises(KeyError, match="missing") as raised:
-            while_waiting(future, reactor, lambda: future.done() or future.fail(error))
+            future.wait()
         caught.append(raised.value)
     assert len({id(each) for each in (error, *caught)}) == 3
 
 
-def test_who_waits_does_not_wait_for_callbacks() -> None:
-    future, reactor = make()
+def test_a_thread_that_waits_does_not_wait_for_callbacks() -> None:
+    future, _ = make()
     was_told = threading.Event()
     seen = []
     future.add_done_callback(lambda done: seen.append(was_told.wait(LIMIT_S)))
@@ -78,39 +78,25 @@ def test_who_waits_does_not_wait_for_callbacks() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait)
-        assert reactor.has_waiter.wait(LIMIT_S)
-        future.complete(5)
+        future.end(5, None)
         assert waiting.result(LIMIT_S) == 5
     assert seen == [True]
 
 
 def test_a_map_of_a_worker_that_has_shut_down_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "_LOOK_S", 0.001)
-    future, reactor = make()
-
-    def give_up() -> bool:
-        future.fail(CallCancelled("shut down"))
-        return True
-
-    future.can_cancel(give_up)
-    with pytest.raises(CallCancelled, match="shut down"):
-        while_waiting(future, reactor, lambda: setattr(reactor, "is_closing", True))
-    assert reactor.waits == ["begin", "end"]
+    future, made = make()
+    monkeypatch.setattr(extending, "is_worker", lambda: False)
+    with pytest.raises(CallCancelled, match="given up"):
+        future.wait()
+    assert made.was_cancelled.is_set()
 
 
-def test_a_map_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "_LOOK_S", 0.0)
-    future, reactor = make()
-    future.can_cancel(lambda: pytest.fail("nobody has shut down"))
-    assert while_waiting(future, reactor, lambda: future.complete(5)) == 5
-
-
-def test_it_goes_on_as_those_of_torch_do() -> None:
+def test_it_works_with_functions_of_torch() -> None:
     first, second = make()[0], make()[0]
     doubled = first.then(lambda done: done.wait() * 2)
     both = torch.futures.collect_all([first, second])
-    first.complete(2)
-    second.complete(3)
+    first.end(2, None)
+    second.end(3, None)
     assert doubled.wait() == 4
     assert [each.wait() for each in both.wait()] == [2, 3]
 
@@ -119,8 +105,8 @@ def test_it_can_be_awaited() -> None:
     async def both() -> Any:
         good, bad = make()[0], make()[0]
         loop = asyncio.get_running_loop()
-        loop.call_soon(good.complete, 5)
-        loop.call_soon(bad.fail, KeyError("missing"))
+        loop.call_soon(good.end, 5, None)
+        loop.call_soon(bad.end, None, KeyError("missing"))
         with pytest.raises(KeyError):
             await bad
         return await good
@@ -128,49 +114,30 @@ def test_it_can_be_awaited() -> None:
     assert asyncio.run(both()) == 5
 
 
-def test_who_no_longer_awaits_it_cancels_it() -> None:
-    async def give_up() -> list[str]:
-        future, _ = make()
-        given_up: list[str] = []
-
-        def on_cancel() -> bool:
-            given_up.append("the map")
-            return True
-
-        future.can_cancel(on_cancel)
+def test_a_task_that_is_cancelled_cancels_it() -> None:
+    async def give_up() -> bool:
+        future, made = make()
         task = asyncio.ensure_future(future)
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
         await asyncio.sleep(0)
-        future.complete(None)
-        return given_up
+        return made.was_cancelled.is_set()
 
-    assert asyncio.run(give_up()) == ["the map"]
-
-
-def test_cancelling() -> None:
-    future, _ = make()
-    assert not future.cancel(), "there is nothing to give up yet"
-    future.can_cancel(lambda: True)
-    assert future.cancel()
-    future.fail(CallCancelled(""))
-    assert not future.cancel()
+    assert asyncio.run(give_up())
 
 
-@pytest.mark.parametrize("end", [lambda future: future.complete(1), lambda f: f.fail(KeyError())])
-def test_what_has_ended_is_not_kept(end: Callable[[MapFuture[Any]], None]) -> None:
-    class Execution:
-        def __init__(self, future: MapFuture[Any]) -> None:
-            self.future = future
-
-        def cancel(self) -> bool:
-            return True
-
-    future, _ = make()
-    execution = Execution(future)
-    future.can_cancel(execution.cancel)
+@pytest.mark.parametrize(
+    "end", [lambda future: future.end(1, None), lambda future: future.end(None, KeyError())]
+)
+def test_a_map_that_has_ended_is_not_kept(end: Callable[[MapFuture[Any]], None]) -> None:
+    future, made = make()
     end(future)
-    kept = weakref.ref(execution)
-    del execution
-    assert kept() is None, "no collector looks into futures"
+    assert not future.cancel()
+    kept = weakref.ref(made)
+    gc.disable()
+    try:
+        del made.future, made
+        assert kept() is None, "no collector looks into futures"
+    finally:
+        gc.enable()

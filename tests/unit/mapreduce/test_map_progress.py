@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from torchweft.mapreduce import progress
-from torchweft.mapreduce.observers import observers
+from torchweft.mapreduce.observers import tell, watching
 from torchweft.progress import WorkerShare
 
 WORKERS = ["worker0", "worker1"]
@@ -17,18 +17,18 @@ WORKERS = ["worker0", "worker1"]
 @pytest.fixture(autouse=True)
 def _no_observer_stays() -> Iterator[None]:
     yield
-    assert not observers.is_watched
+    assert not watching
 
 
 def run_map(map_id: int) -> None:
-    observers.tell("begun", map_id, "module.inner__parallelize_async_unwrapped__", 2, WORKERS)
-    observers.tell("started", map_id, 0, "worker0")
-    observers.tell("started", map_id, 1, "worker1")
-    observers.tell("ended", map_id, 0, "worker0", 0.5)
-    observers.tell("moved", map_id, 1, "worker1", "worker0")
-    observers.tell("lost", map_id, "worker1", [1])
-    observers.tell("ended", map_id, 1, "worker0", 0.5)
-    observers.tell("done", map_id, None)
+    tell("begun", map_id, "module.inner__parallelize_async_unwrapped__", 2, WORKERS)
+    tell("started", map_id, 0, "worker0")
+    tell("started", map_id, 1, "worker1")
+    tell("ended", map_id, 0, "worker0", 0.5)
+    tell("moved", map_id, 1, "worker1", "worker0")
+    tell("lost", map_id, "worker1", [1])
+    tell("ended", map_id, 1, "worker0", 0.5)
+    tell("done", map_id, None)
 
 
 def test_maps_are_shown_by_two_displays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,4 +49,4 @@ def test_maps_are_shown_by_two_displays(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_error_removes_the_observer() -> None:
     with pytest.raises(KeyError), progress(out=io.StringIO()):
         raise KeyError("x")
-    assert not observers.is_watched
+    assert not watching

@@ -130,17 +130,17 @@ def test_one_that_keeps_parts_is_sent_one_ahead() -> None:
     assert made.begin() == [
         Make(A, None),
         Start(0, 1, A),
-        Start(1, 1, A, is_ahead=True),
+        Start(1, 1, A, is_ahead=True, after=(0, 1)),
         Make(B, None),
         Start(3, 1, B),
     ]
-    assert made.ended(0, 1, True) == [Begin(1, 1, A), Start(2, 1, A, is_ahead=True)]
+    assert made.ended(0, 1, True) == [Begin(1, 1, A), Start(2, 1, A, is_ahead=True, after=(1, 1))]
     assert made.ended(1, 1, True) == [Begin(2, 1, A)]
 
 
 def test_one_that_runs_several_is_sent_one_ahead_of_them() -> None:
     made = begun([A, A, A, A], keepers={A}, concurrency=2)
-    assert made.ended(1, 1, True) == [Begin(2, 1, A), Start(3, 1, A, is_ahead=True)]
+    assert made.ended(1, 1, True) == [Begin(2, 1, A), Start(3, 1, A, is_ahead=True, after=(2, 1))]
 
 
 def test_what_was_sent_ahead_is_taken_by_one_that_has_nothing_to_do() -> None:
@@ -156,9 +156,9 @@ def test_what_was_sent_ahead_to_a_lost_worker_runs_elsewhere() -> None:
         Lost(A, (0, 1)),
         Cancel(0, 1),
         Cancel(1, 1),
-        Start(0, 2, B, is_ahead=True),
+        Start(0, 2, B, is_ahead=True, after=(2, 1)),
     ]
-    assert made.ended(2, 1, True) == [Begin(0, 2, B), Start(1, 2, B, is_ahead=True)]
+    assert made.ended(2, 1, True) == [Begin(0, 2, B), Start(1, 2, B, is_ahead=True, after=(0, 2))]
 
 
 def test_nothing_moves_without_balance() -> None:

@@ -10,13 +10,10 @@ from torch import Tensor, nn
 
 import torchweft
 from tests.unit.mapreduce import lone_worker
-from torchweft import rpc
-from torchweft.engine.codec.objects import Packed
-from torchweft.engine.worker.current import current
+from torchweft import extending, rpc
 from torchweft.errors import ArgumentTypeError
 from torchweft.mapreduce import shared
-from torchweft.mapreduce.shared import NOTHING, Shared, Slot
-from torchweft.rpc.worker import WORKER, current_worker
+from torchweft.mapreduce.shared import Shared, Slot
 
 
 @pytest.fixture(autouse=True)
@@ -25,19 +22,14 @@ def alone() -> Iterator[None]:
         yield
 
 
-def pack(function: Any, values: list[Any]) -> Packed:
-    agent = current()
-    return agent.slots[WORKER].encoder.pack_for([agent.me], (function, values))
-
-
 def made(function: Any, *values: Any) -> rpc.RRef[Shared]:
     """Returns a reference to a shared object, made as the caller of a map makes it."""
-    packed = pack(function, list(values))
+    packed = extending.pack((function, list(values)), [extending.this_worker()])
     return rpc.remote("worker0", shared.make, (packed.payload, packed.tensors, 1))
 
 
 def run(reference: rpc.RRef[Any], *args: Any, **kwargs: Any) -> Any:
-    return rpc.rpc_sync("worker0", shared.run, (tuple(reference.id), args, kwargs, 0, NOTHING))
+    return rpc.rpc_sync("worker0", shared.run, (tuple(reference.id), args, kwargs, (0, 1), None))
 
 
 def test_slots_travel() -> None:
@@ -122,7 +114,9 @@ def test_nobody_gets_at_anything_else(what: Any) -> None:
     reference = rpc.remote("worker0", list, ((1, 2),))
     given: tuple[Any, ...] = (tuple(reference.id),)
     with pytest.raises(ArgumentTypeError, match="sent to a list"):
-        rpc.rpc_sync("worker0", what, (*given, (), {}, 0, NOTHING) if what is shared.run else given)
+        rpc.rpc_sync(
+            "worker0", what, (*given, (), {}, (0, 1), None) if what is shared.run else given
+        )
 
 
 def test_an_object_is_made_of_that_of_another_worker() -> None:
@@ -132,27 +126,3 @@ def test_an_object_is_made_of_that_of_another_worker() -> None:
     assert found.tolist() == [1, 1]
     with pytest.raises(KeyError, match="no object"):
         run(rpc.remote("worker0", shared.pull, (rpc.remote("worker0", no_object),)))
-
-
-def test_what_others_have_packed_is_read_as_any_message_of_theirs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    packed = pack(collect, [])
-    own = Shared(packed.payload, packed.tensors, 1, is_own=True)
-    other = Shared(packed.payload, packed.tensors, 1, is_own=False)
-    seen = []
-    reader = current_worker().reader
-    unpack = reader.unpack
-    monkeypatch.setattr(reader, "unpack", lambda *given: seen.append(given) or unpack(*given))
-    assert (
-        own.call((1,), {}, 0, NOTHING) == other.call((1,), {}, 0, NOTHING) == (collect, ((1,), {}))
-    )
-    assert len(seen) == 1
-
-
-def test_copies_are_not_copied_again_where_the_worker_does_it() -> None:
-    rpc.shutdown(graceful=False)
-    with lone_worker.joined(copy_to_self=True):
-        common, own = torch.zeros(2), torch.zeros(2)
-        assert run(made(add_to, common), Slot(0), own).tolist() == [2, 2]
-        assert common.tolist() == own.tolist() == [0, 0]

@@ -146,7 +146,7 @@ def test_options_of_another_kind_are_refused() -> None:
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set"),
         ({"RANK": "0", "WEFT_INIT_METHOD": "weft://x"}, "use '--restart group'"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x', which is no number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 does not fit world_size 2"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, but WORLD_SIZE is 2: ranks go from 0 to 1"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not set"),
     ],
 )
@@ -169,24 +169,16 @@ def test_one_of_one_need_not_be_told_both(
     assert auto_init_rpc()(own_name)() == "worker0"
 
 
-def main_of_arguments(arguments: list[str]) -> None:
-    raise AssertionError(arguments)
-
-
 def main_of_nothing() -> None:
     raise AssertionError
 
 
 def test_a_main_function_in_the_place_of_worker_init_fn() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"'main_of_arguments'.*which has parentheses"):
-        auto_init_rpc(main_of_arguments)  # type: ignore[arg-type]
     main: Any = auto_init_rpc(main_of_nothing)  # It could be a worker_init_fn.
     for call in (main, lambda: main(5), lambda: main(steps=5)):
-        with pytest.raises(
-            ArgumentTypeError, match=r"'main_of_nothing' was given.*@auto_init_rpc\(\)"
-        ):
+        with pytest.raises(ArgumentTypeError, match=r"main_of_nothing.*@auto_init_rpc\(\)"):
             call()
-    with pytest.raises(ArgumentTypeError, match="no function that auto_init_rpc"):
+    with pytest.raises(ArgumentTypeError, match="decorates one function"):
         auto_init_rpc()(5)  # type: ignore[arg-type]
 
 

@@ -21,6 +21,7 @@ from torchweft import rpc
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.graph import roots_of
+from torchweft.autograd.replay import Replay
 from torchweft.engine.codec import tensors as tensor_tables
 from torchweft.engine.codec.objects import pack
 from torchweft.engine.codec.tensors import describe, read
@@ -184,11 +185,11 @@ def test_gradients_of_gradients(pair: Pair, arrived: list[int | None]) -> None:
         # Squared, so that the gradient of the answer has a graph as well.
         result = (pair.sync(cube, leaf) ** 2).sum()
         mode = PassMode(retain_graph=True, create_graph=True, for_inputs=True)
-        (first,) = engine.gradients_of(context_id, roots_of([result]), [leaf], mode)
+        (first,) = Replay(engine, context_id, roots_of([result])).gradients_of([leaf], mode)
         assert first is not None
         arrived.clear()
         last = mode._replace(create_graph=False)
-        (second,) = engine.gradients_of(context_id, roots_of([first.sum()]), [leaf], last)
+        (second,) = Replay(engine, context_id, roots_of([first.sum()])).gradients_of([leaf], last)
     assert second is not None
     assert torch.equal(second, torch.full((3,), 480.0))
     # Every message of the caller goes like a call, and every one of the callee like an answer.

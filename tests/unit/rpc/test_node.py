@@ -15,7 +15,7 @@ from torchweft.engine.worker import current as current_agent
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import WorkerLost
 from torchweft.rpc import calls
-from torchweft.rpc.node import Node
+from torchweft.rpc.node import Node, how_ended
 from torchweft.rpc.options import RpcBackendOptions
 
 ORDER = [
@@ -151,3 +151,19 @@ def test_a_callback_that_blocks_keeps_nobody_from_knowing(pair: Pair) -> None:
         may_end.set()
     with pytest.raises(WorkerLost):
         future.wait()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("boom"), "its program raised ValueError: boom"),
+        (ValueError("one\ntwo"), "its program raised ValueError: one"),
+        (ValueError("x" * 300), f"its program raised ValueError: {'x' * 148}"),
+        (StopIteration(), "its program raised StopIteration"),
+        (SystemExit(3), "its program called sys.exit(3)"),
+        (SystemExit("no data"), "its program called sys.exit('no data')"),
+        (KeyboardInterrupt(), "its program was interrupted"),
+    ],
+)
+def test_why_a_worker_leaves_is_said_in_a_line(error: BaseException, expected: str) -> None:
+    assert how_ended(error) == expected

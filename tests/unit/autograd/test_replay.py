@@ -1,4 +1,4 @@
-"""Tests that a pass over map results is retried until no worker is lost; the engine is fake."""
+"""Tests that a pass is repeated with tensors that are computed again; the engine is fake."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import REQUIRES_GRAD, Context
 from torchweft.autograd.graph import place_of, roots_of
+from torchweft.autograd.replay import Recomputable, Replay
 from torchweft.errors import AutogradError, WorkerLost
-from torchweft.mapreduce.autograd import Replay, Results
 
 MODE = PassMode()
 
@@ -90,7 +90,7 @@ def context() -> Any:
 def mapped(context: Context, count: int = 2) -> tuple[Map, list[Tensor]]:
     made = Map(context, count)
     results = made.results()
-    context.maps.append(Results(results, made))
+    context.recomputable.append(Recomputable(results, lambda: made.run_again()))
     return made, results
 
 
@@ -230,21 +230,11 @@ def test_what_this_worker_has_computed_itself_is_replaced_too() -> None:
 
     made = Own(context, 1)
     results = [*made.results(), own]
-    context.maps.append(Results(results, made))
+    context.recomputable.append(Recomputable(results, lambda: made.run_again()))
     attempt, attempts = run(context, results, lost("a"), None)
     attempt()
     assert attempts[1]["replaced"].keys() == {place_of(result) for result in results}
     context.clear()
-
-
-def test_results_without_a_graph_have_no_place(context: Context) -> None:
-    source = SimpleNamespace(run_again=lambda: [1, torch.ones(()), {"loss": LEAF * 3}])
-    made = Results([1, torch.ones(()), {"loss": LEAF * 2}], source)
-    (before,) = made.places
-    made.compute_again()
-    ((place, tensor),) = made.replaced.items()
-    assert place == before
-    assert tensor.item() == 3
 
 
 def test_gradients_of_inputs_are_those_of_the_last_attempt(context: Context) -> None:
