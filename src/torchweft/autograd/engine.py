@@ -20,7 +20,11 @@ from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.passes import LOST, LedPass, Passes, Unreachable
 from torchweft.engine.codec.reading import TRUSTING, Reader
-from torchweft.engine.protocol.backward import check_gradients, check_pass_message
+from torchweft.engine.protocol.backward import (
+    check_gradients,
+    check_pass_message,
+    check_released,
+)
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.reports import OpenWait, log_exception
 from torchweft.engine.wire.frames import Frame
@@ -60,9 +64,9 @@ class Engine:
         refusals.watch(self)
         if device_streams.HAS_CUDA:
             device_streams.allow_leaves_of_other_streams()
-        on, take = agent.receiver.on, self.passes.on_message
-        on(Kind.BACKWARD, take, inline=True, check=self._check_message)
-        on(Kind.GRADIENTS, take, inline=True, check=self._check_gradients)
+        on = agent.receiver.on
+        on(Kind.BACKWARD, self._on_message, inline=True)
+        on(Kind.GRADIENTS, self._on_gradients, inline=True)
         on(Kind.PASS_SPAN, self._on_span, inline=True)
         on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)
         on(Kind.RELEASE_MESSAGES, self._on_release_messages, inline=True)
@@ -176,15 +180,17 @@ class Engine:
         for each in self.passes.watchers:
             each.take_span((frame.id, context_id), context)
 
-    def _check_message(self, peer: Peer, frame: Frame) -> None:
+    def _on_message(self, peer: Peer, frame: Frame) -> None:
         _, message, *_ = decode(frame.kind, frame.id, frame.flags, frame.control)
         check_pass_message(self._me, peer.id, frame.id, message)
+        self.passes.on_message(peer, frame)
 
-    def _check_gradients(self, peer: Peer, frame: Frame) -> None:
+    def _on_gradients(self, peer: Peer, frame: Frame) -> None:
         context_id, message_id, recorded_id, _ = ids_in(frame.control)
         record = self.outside.find(message_id, self.contexts.find(context_id))
         to_worker = None if record is None else record.to_worker
         check_gradients(self._me, peer.id, message_id, recorded_id, to_worker)
+        self.passes.on_message(peer, frame)
 
     # Releases and lost workers
 
@@ -218,6 +224,7 @@ class Engine:
 
     def _on_release_messages(self, peer: Peer, frame: Frame) -> None:
         message_ids = decode_ints(frame.control)
+        check_released(self._me, peer.id, message_ids)
         # As above: freeing a graph may run any code.
         self._agent.reactor.tasks.append((self._drop_sends, peer.id, message_ids), peer.id)
 

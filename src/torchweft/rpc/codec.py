@@ -320,8 +320,7 @@ class Encoder:
             requires_grad: Whether one of them requires grad; None if that is not known.
         """
         if tensors:
-            if len(tensors) > self._tensor_limit:
-                raise too_many(self._tensor_limit)
+            self._check_count(tensors)
             if forward_ad._current_level >= 0 and not peer.is_self:
                 _check_tangents(tensors)
         context_id = current_id()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from _thread import get_ident
@@ -231,9 +230,6 @@ def proceed(
     finally:
         worker.serving.pop(get_ident(), None)
         current_call.reset(before)
-
-
-_log = logging.getLogger("torchweft")
 
 
 _MOST_USUAL = 4096

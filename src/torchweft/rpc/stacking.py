@@ -76,19 +76,15 @@ def _in_order(keys: Iterable[Any]) -> list[Any]:
         return sorted(keys, key=lambda key: (str(type(key)), repr(key)))
 
 
-def put_together(structure: Any, leaves: Iterable[Any]) -> Any:
-    """Returns a value of a structure with other leaves."""
-    return _put_together(structure, iter(leaves))
-
-
-def _put_together(structure: Any, leaves: Iterator[Any]) -> Any:
+def put_together(structure: Any, leaves: Iterator[Any]) -> Any:
+    """Returns a value of a structure with other leaves, which it takes from an iterator."""
     if isinstance(structure, str):
         return next(leaves)
     kind, inner = structure
     if isinstance(inner, dict):
-        values = {key: _put_together(inner[key], leaves) for key in _in_order(inner)}
+        values = {key: put_together(inner[key], leaves) for key in _in_order(inner)}
         return kind((key, values[key]) for key in inner)
-    parts = [_put_together(each, leaves) for each in inner]
+    parts = [put_together(each, leaves) for each in inner]
     return kind._make(parts) if hasattr(kind, "_make") else kind(parts)  # a named tuple, if so
 
 
@@ -405,7 +401,7 @@ class Runner:
         """Runs the function for calls of one kind; returns the result of each call."""
         columns = list(zip(*[entry.parts.leaves for entry in entries], strict=True))
         stacked = stack(columns, self._options.pad)
-        result = self._made(entries, put_together(entries[0].parts.structure, stacked))
+        result = self._made(entries, put_together(entries[0].parts.structure, iter(stacked)))
         graph = None
         if any(entry.call.context_id != NO_GRAD for entry in entries):
             graph = graph_of(self._name, stacked, result.leaves)
@@ -430,7 +426,7 @@ class Runner:
             if entry.call.owned is not None or entry.call.peer.is_self:
                 # The result stays on this worker: it must not keep the memory of the batch.
                 leaves = [each.clone() if isinstance(each, Tensor) else each for each in leaves]
-            rows.append(put_together(result.structure, leaves))
+            rows.append(put_together(result.structure, iter(leaves)))
         return rows
 
     def _made(self, entries: list[Entry], args: Sequence[Any]) -> Parts:

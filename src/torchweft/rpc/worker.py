@@ -374,8 +374,6 @@ def current_worker() -> Worker:
 
 T = TypeVar("T")
 
-_log = logging.getLogger("torchweft")
-
 OnDone = Callable[[Any, BaseException | None], None]
 """Takes the result or the error of a coroutine."""
 
@@ -629,8 +627,6 @@ async def _cancel_others() -> None:
 #
 # Only the owner of a value knows whether a worker asked for it; the creator does not. So the owner
 # has the guard, and sends the report to the creator in a ``FAILED`` message.
-
-_log = logging.getLogger("torchweft")
 
 _QUEUE_LIMIT = 1000
 _SHOWN_LIMIT = 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from tests.fuzz.strict.others import Others
 from tests.fuzz.strict.trio import FIRST, HONEST, STANDING, Trio
 from tests.thorough import examples
 from torchweft.autograd import contexts, engine
-from torchweft.engine.protocol import calls, references
-from torchweft.engine.worker import receiving
+from torchweft.engine.protocol import calls, leaving, references
 from torchweft.ids import scoped_id
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.keeps("descriptors")]
@@ -78,9 +76,9 @@ def _taken_from_anybody(calls: Any, worker: int, frame: Any) -> Any:
     return call
 
 
-HOLES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+HOLES: dict[str, tuple[Any, str, Any]] = {
     "anybody answers a call": (calls.CallClient, "answered", _taken_from_anybody),
-    "anybody leads the end of the group": (receiving, "_check", _nothing),
+    "anybody leads the end of the group": (leaving, "LED_STEPS", frozenset()),
     "anybody speaks for users and owners": (references, "check_reference_message", _nothing),
     "anybody sends gradients": (engine, "check_gradients", _nothing),
     "contexts can be guessed": (contexts.secrets, "randbits", lambda bits: 3),

@@ -38,7 +38,7 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_value_is_taken_apart_and_put_together(value: Any) -> None:
     parts = take_apart(value)
-    again = put_together(parts.structure, parts.leaves)
+    again = put_together(parts.structure, iter(parts.leaves))
     assert type(again) is type(value)
     assert take_apart(again).structure == parts.structure
     pairs = zip(parts.leaves, take_apart(again).leaves, strict=True)
@@ -53,7 +53,7 @@ def test_the_order_of_the_keys_of_a_dict_does_not_count(keys: tuple[Any, ...]) -
     assert parts[0].structure == parts[1].structure
     assert kind_of(parts[0], False) == kind_of(parts[1], False)
     columns = list(zip(*[each.leaves for each in parts], strict=True))
-    joined = put_together(parts[1].structure, stack(columns, None))
+    joined = put_together(parts[1].structure, iter(stack(columns, None)))
     assert list(joined["x"]) == list(reversed(keys))
     for place, key in enumerate(keys):
         assert joined["x"][key].tolist() == [[place] * 2] * 2

@@ -460,7 +460,12 @@ class Participant:
         return [*(Send(worker, Abort()) for worker in others), Close()]
 
 
-# What a worker may say about a pass to others; see ``protocol.entitlement``.
+# What a worker may say about a pass, and about messages, to others.
+#
+# Members share a secret, not their aims. Backward passes concern workers that do not know each
+# other, so that nobody can check who takes part. Their numbers are therefore secrets: half of the
+# number of a context is random, a pass is found by its number and that of its context, and only
+# those that take part are told.
 
 
 def _from_leader(me: int, sender: int, leader: int, message: Discover | Settled) -> bool:
@@ -506,6 +511,19 @@ def check_pass_message(me: int, sender: int, pass_id: int, message: Message) -> 
             f"worker {sender} may not send {type(message).__name__} to worker {me} in pass "
             f"{pass_id}, which worker {leader} leads"
         )
+
+
+def check_released(me: int, sender: int, message_ids: Iterable[int]) -> None:
+    """Checks that messages that ``sender`` releases are of this worker.
+
+    Raises:
+        ProtocolError: They are not.
+    """
+    for message_id in message_ids:
+        if message_id >> WORKER_SHIFT != me:
+            raise ProtocolError(
+                f"worker {sender} releases message {message_id}, which is not of worker {me}"
+            )
 
 
 def check_gradients(

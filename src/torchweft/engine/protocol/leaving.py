@@ -46,6 +46,10 @@ class Step(enum.IntEnum):
     NOTED = 8
 
 
+LED_STEPS = frozenset({Step.PROBE, Step.SETTLE, Step.CLOSE})
+"""Steps of a shutdown that the leader alone sends."""
+
+
 class Send(NamedTuple):
     """An action: tell worker ``to`` a step, with its arguments."""
 
@@ -253,6 +257,10 @@ class ClosedLeaving(Leaving):
         return [Send(LEADER, Step.READY)]
 
     def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
+        if step in LED_STEPS and member != LEADER:
+            raise ProtocolError(
+                f"worker {member} sends shutdown step {step}, which rank {LEADER} alone sends"
+            )
         if step == Step.PROBE and arguments:
             self._probed.append(arguments[0])
             return [Look()]
@@ -338,7 +346,7 @@ class Leader(ClosedLeaving):
             # Late answers to older rounds are ignored.
             if self.phase is Step.PROBE and arguments[0] == self.round:
                 self._reports[member] = Report(bool(arguments[1]), arguments[2])
-        elif step == Step.CLOSE:
+        elif step == Step.CLOSE and member == LEADER:
             return []  # It has told the others first, and has left.
         else:
             return super().received(member, step, arguments)

@@ -136,8 +136,7 @@ REFERENCE_RULES: dict[type[Message], Callable[[int, int, Any], bool]] = {
     **dict.fromkeys((HoldAck, Gone, DropAck), _of_owner),
     **dict.fromkeys((Handed, NotHanded), _between_the_two),
 }
-"""By type of message, whether the receiver, the sender and the message fit together; see
-``protocol.entitlement``."""
+"""By type of message, whether the receiver, the sender and the message fit together."""
 
 
 def check_reference_message(me: int, sender: int, message: Message) -> None:

@@ -175,7 +175,7 @@ class Agent:
         if device_streams.HAS_CUDA:
             self.reactor.before_task = self.served_streams.begin
             self.reactor.after_task = self.served_streams.end
-        self.receiver = Receiver(self.me.id, self.reactor, self.lose)
+        self.receiver = Receiver(self.reactor, self.lose)
         self.sender = Sender(
             self.reactor, self.lifetime, self.receiver, self.connect, self._cannot_write
         )

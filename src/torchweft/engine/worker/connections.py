@@ -197,7 +197,10 @@ class Links:
         except ProtocolError as error:
             self._lose(peer, f"its session cannot go on: {error}")
             raise
-        self._on_resumed(peer, link)
+        with peer.state_lock:
+            peer.connecting.resumed(time.monotonic())
+        _log.info("the connection to worker %r was made again", peer.name)
+        link.report_break("end of file")  # It may have broken before ``resumed`` was noted.
         self._watch(peer, link)
         link.flush()
 
@@ -295,13 +298,6 @@ class Links:
                 self._lose(peer, action.cause)
             else:
                 self._act(peer, [action])
-
-    def _on_resumed(self, peer: Peer, link: ResumableLink) -> None:
-        """Records that a session has a connection again."""
-        with peer.state_lock:
-            peer.connecting.resumed(time.monotonic())
-        _log.info("the connection to worker %r was made again", peer.name)
-        link.report_break("end of file")  # It may have broken before ``resumed`` was noted.
 
     def silence_s(self, peer: Peer) -> float:
         """Returns the seconds since a peer was last heard; 0 without a session."""

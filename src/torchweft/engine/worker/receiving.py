@@ -12,15 +12,12 @@ from __future__ import annotations
 import logging
 from _thread import get_ident
 from collections.abc import Callable
-from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
 from torchweft.engine.codec.tensors import shared_ranges
 from torchweft.engine.io.link import POLL_S, SEND_PATIENCE_S, Link, LinkClosed
-from torchweft.engine.protocol import entitlement
 from torchweft.engine.protocol.calls import ServedCall
-from torchweft.engine.protocol.entitlement import RULES
 from torchweft.engine.threads import interrupts
 from torchweft.engine.threads.reactor import Reactor
 from torchweft.engine.threads.reports import log_exception
@@ -33,8 +30,6 @@ from torchweft.errors import ProtocolError
 _log = logging.getLogger("torchweft")
 
 Handler = Callable[[Peer, Frame], None]
-Check = Callable[[Peer, Frame], None]
-"""Raises ProtocolError if the sender is not entitled to the message."""
 CallHandler = Callable[[Peer, Any], None]
 TakeReply = Callable[[int, Frame], bool]
 # Looking up a member of an enumeration takes longer than comparing it.
@@ -45,16 +40,14 @@ class Receiver:
     """Reads the connections of one worker, and dispatches each message. Thread-safe.
 
     Args:
-        me: The worker.
         reactor: Runs tasks, and reports which connections can be read.
         lose: Declares a peer lost, with the cause.
     """
 
-    def __init__(self, me: int, reactor: Reactor, lose: Callable[[Peer, str], None]) -> None:
-        self._me = me
+    def __init__(self, reactor: Reactor, lose: Callable[[Peer, str], None]) -> None:
         self._reactor = reactor
         self._lose = lose
-        self._routes: dict[int, tuple[Handler, bool, Check | None]] = {}
+        self._routes: dict[int, tuple[Handler, bool]] = {}
         self._take_reply: TakeReply = lambda worker, frame: False
         self._take_up: type[ServedCall] | None = None
         self._serve: CallHandler = _ignore
@@ -66,21 +59,20 @@ class Receiver:
 
     # What handles each kind of message
 
-    def on(self, kind: Kind, handler: Handler, *, inline: bool, check: Check | None = None) -> None:
+    def on(self, kind: Kind, handler: Handler, *, inline: bool) -> None:
         """Registers ``handler`` for frames of ``kind``.
+
+        A message may concern what this worker keeps for others than its sender. Its handler first
+        checks that the sender is entitled to it: that the sender leads the pass, or owns the value,
+        or whatever ``docs/security/members.md`` says, which has a row for each kind.
 
         Args:
             kind: The kind of message.
-            handler: Called with the peer and the frame.
+            handler: Called with the peer and the frame. Raises ProtocolError for a message that
+                violates the protocol; the sender is turned away by name.
             inline: Whether it runs in the thread that reads.
-            check: Looks at records of this worker, for the kinds whose rule says so; see
-                ``torchweft.engine.protocol.entitlement``.
         """
-        rule = RULES[kind]
-        assert rule.has_records == (check is not None), f"the rule of {kind!r} says otherwise"
-        if rule.check is not None:
-            check = partial(_check, rule.check, self._me)
-        self._routes[kind] = handler, inline, check
+        self._routes[kind] = handler, inline
 
     def on_calls(self, handler: CallHandler, refuse: CallHandler, call: type[ServedCall]) -> None:
         """Registers the handlers for calls of other workers.
@@ -119,9 +111,7 @@ class Receiver:
         route = self._routes.get(frame.kind)
         if route is None:
             raise ProtocolError(f"message kind {frame.kind} is unknown")
-        handler, is_inline, check = route
-        if check is not None:
-            check(peer, frame)
+        handler, is_inline = route
         if not is_inline:
             self._reactor.tasks.append((handler, peer, frame), peer.id)
             return
@@ -305,10 +295,6 @@ class Receiver:
         while link.parser.large is not None and link.bytes_received != bytes_received:
             bytes_received = link.bytes_received
             self.read(peer, link, may_block=True)
-
-
-def _check(check: entitlement.Check, me: int, peer: Peer, frame: Frame) -> None:
-    check(me, peer.id, frame.control)
 
 
 def _ignore(peer: Peer, message: object) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 import sys
 import threading
@@ -38,8 +37,6 @@ from torchweft.engine.worker.current import current, is_forked
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import NotInitialized, OwnerLost, ReferenceGone, WeftError
 from torchweft.ids import ReferenceId, WorkerInfo
-
-_log = logging.getLogger("torchweft")
 
 
 class OwnedValue:

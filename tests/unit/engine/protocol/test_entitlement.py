@@ -26,9 +26,9 @@ from torchweft.engine.protocol.backward import (
     Settled,
     check_gradients,
     check_pass_message,
+    check_released,
 )
-from torchweft.engine.protocol.entitlement import RULES
-from torchweft.engine.protocol.leaving import Step
+from torchweft.engine.protocol.leaving import ClosedLeaving, Leader, Leaving, Step
 from torchweft.engine.protocol.references import (
     REFERENCE_RULES,
     Drop,
@@ -39,7 +39,8 @@ from torchweft.engine.protocol.references import (
     NotCreated,
     check_reference_message,
 )
-from torchweft.engine.wire.messages import Kind, encode_ints
+from torchweft.engine.protocol.registration import LEADER
+from torchweft.engine.wire.messages import Kind
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId, scoped_id
 
@@ -61,7 +62,6 @@ def modules_with(text: str) -> set[str]:
 
 
 def test_every_message_has_a_rule() -> None:
-    assert RULES.keys() == set(Kind)
     assert REFERENCE_RULES.keys() == set(typing.get_args(references.Message))
     assert PASS_RULES.keys() == set(typing.get_args(backward.Message)) - {backward.Gradients}
 
@@ -82,11 +82,9 @@ def test_the_page_has_a_row_for_each_message_function_and_port_of_members() -> N
     assert names_on_page() == messages | callable_by_all | named | exposing | opening
 
 
-def is_allowed(kind: Kind, sender: int, *integers: int, me: int = ME) -> bool:
-    check = RULES[kind].check
-    assert check is not None
+def takes(machine: Leaving, sender: int, step: Step) -> bool:
     try:
-        check(me, sender, encode_ints(*integers))
+        machine.received(sender, step, [0, 0, 0])
     except ProtocolError:
         return False
     return True
@@ -94,19 +92,18 @@ def is_allowed(kind: Kind, sender: int, *integers: int, me: int = ME) -> bool:
 
 @pytest.mark.parametrize("step", Step)
 def test_steps_of_a_shutdown(step: Step) -> None:
-    by_leader = is_allowed(Kind.SHUTDOWN, 0, step, 0)
-    by_member = is_allowed(Kind.SHUTDOWN, LIAR, step, 0)
-    to_leader = is_allowed(Kind.SHUTDOWN, LIAR, step, 0, me=0)
-    is_own = step in (Step.LEAVING, Step.NOTED)
-    assert by_leader is (step in (Step.PROBE, Step.SETTLE, Step.CLOSE) or is_own)
-    assert by_member is is_own
-    assert to_leader is (step in (Step.READY, Step.REPORT, Step.SETTLED) or is_own)
+    is_led = step in (Step.PROBE, Step.SETTLE, Step.CLOSE)
+    assert takes(ClosedLeaving(), LEADER, step) is is_led
+    assert not takes(ClosedLeaving(), LIAR, step)
+    is_for_leader = step in (Step.READY, Step.REPORT, Step.SETTLED)
+    assert takes(Leader({LEADER, ME, LIAR}), LIAR, step) is is_for_leader
 
 
 def test_messages_that_are_released_are_of_the_receiver() -> None:
     own, others = scoped_id(ME, 5), scoped_id(OTHER, 5)
-    assert is_allowed(Kind.RELEASE_MESSAGES, LIAR, own)
-    assert not is_allowed(Kind.RELEASE_MESSAGES, LIAR, own, others)
+    check_released(ME, LIAR, [own])
+    with pytest.raises(ProtocolError, match="releases message"):
+        check_released(ME, LIAR, [own, others])
 
 
 OWN_VALUE, THEIR_VALUE = ReferenceId(OTHER, ME, 3), ReferenceId(LIAR, LIAR, 3)

@@ -33,7 +33,7 @@ def test_a_message_to_oneself_wakes_a_thread_while_another_takes_an_earlier_task
 
     reactor: Any = SimpleNamespace(tasks=tasks, urgent=deque(), wake=wake)
     me: Any = SimpleNamespace(id=0, name="me")
-    receiver = Receiver(0, reactor, nothing)
+    receiver = Receiver(reactor, nothing)
     receiver.on(Kind.RELEASE_CONTEXT, nothing, inline=False)
     FairQueue.append(tasks, (nothing, None, None))
     receiver.deliver(me, Frame(Kind.RELEASE_CONTEXT, 0, 0, b"", ()))
