@@ -397,7 +397,7 @@ class Node:
             worker.tensor_messages.peer_lost,
             self.gatherings.peer_lost,
             worker.engine.peer_lost,
-            self.agent.cancelling.peer_lost,
+            self.agent.calls.caller_lost,
             self.sources.peer_lost,
             worker.references.peer_lost,
             self._cancel_creations,
@@ -434,7 +434,7 @@ class Node:
                 log_exception("a handler for the loss of worker %r failed", peer.name)
 
     def _cancel_creations(self, peer: Peer) -> None:
-        self.agent.cancelling.end_creations(self.worker.unfinished, peer)
+        self.agent.calls.end_creations(self.worker.unfinished, peer)
 
     def end(self, limit_s: float | None = None, farewell: str = "") -> None:
         """Ends this worker at once: open waits get an error.

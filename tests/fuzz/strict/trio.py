@@ -155,10 +155,10 @@ class Member:
         self.worker.tensor_messages.peer_lost(peer)
         self.gatherings.peer_lost(peer)
         self.worker.engine.peer_lost(peer)
-        self.agent.cancelling.peer_lost(peer)
+        self.agent.calls.caller_lost(peer)
         self.sources.peer_lost(peer)
         self.worker.references.peer_lost(peer)
-        self.agent.cancelling.end_creations(self.worker.unfinished, peer)
+        self.agent.calls.end_creations(self.worker.unfinished, peer)
         self.leaving.peer_lost(peer)
 
     def close(self) -> None:

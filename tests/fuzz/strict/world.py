@@ -201,10 +201,10 @@ class World:
         self.worker.tensor_messages.peer_lost(peer)
         self.gatherings.peer_lost(peer)
         self.worker.engine.peer_lost(peer)
-        self.agent.cancelling.peer_lost(peer)
+        self.agent.calls.caller_lost(peer)
         self.sources.peer_lost(peer)
         self.worker.references.peer_lost(peer)
-        self.agent.cancelling.end_creations(self.worker.unfinished, peer)
+        self.agent.calls.end_creations(self.worker.unfinished, peer)
 
     def tell_error(self, content: bytes) -> BaseException:
         """Reads an error as the worker does if it comes as an answer."""

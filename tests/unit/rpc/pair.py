@@ -73,9 +73,9 @@ class Pair:
 
 def _peer_lost(worker: Worker, peer: Peer) -> None:
     worker.tensor_messages.peer_lost(peer)
-    worker.agent.cancelling.peer_lost(peer)
+    worker.agent.calls.caller_lost(peer)
     worker.references.peer_lost(peer)
-    worker.agent.cancelling.end_creations(worker.unfinished, peer)
+    worker.agent.calls.end_creations(worker.unfinished, peer)
 
 
 _barriers: list[threading.Barrier] = []

@@ -22,7 +22,7 @@ ORDER = [
     "tensor_messages",
     "gatherings",
     "engine",
-    "cancelling",
+    "served calls",
     "references",
     "creations",
     "leaving",
@@ -48,7 +48,7 @@ class Pair:
             ("tensor_messages", worker.tensor_messages, "peer_lost"),
             ("gatherings", self.node.gatherings, "peer_lost"),
             ("engine", worker.engine, "peer_lost"),
-            ("cancelling", self.node.agent.cancelling, "peer_lost"),
+            ("served calls", self.node.agent.calls, "caller_lost"),
             ("references", worker.references, "peer_lost"),
             ("creations", self.node, "_cancel_creations"),
             ("leaving", self.node.leaving, "peer_lost"),
@@ -58,9 +58,10 @@ class Pair:
 
     def _told_before(self, name: str, tell: Callable[[Peer], None]) -> Callable[[Peer], None]:
         def told(peer: Peer) -> None:
-            assert peer is self.peer
-            self.told.append(name)
-            self.during(name)
+            if not self.node.agent.lifetime.is_closed:  # At the end, all callers get no results.
+                assert peer is self.peer
+                self.told.append(name)
+                self.during(name)
             tell(peer)
 
         return told

@@ -43,7 +43,7 @@ from torchweft.engine.threads.reports import Events
 from torchweft.engine.threads.timers import Timers, look_after
 from torchweft.engine.wire.frames import Buffer, Frame, encode_frame
 from torchweft.engine.wire.messages import Kind
-from torchweft.engine.worker.calls import Cancelling, OpenCalls, PendingCall, Waiter
+from torchweft.engine.worker.calls import OpenCalls, PendingCall, Waiter
 from torchweft.engine.worker.connecting import Acceptor, Connector, verdict_in
 from torchweft.engine.worker.connections import Links, Traffic, sum_of
 from torchweft.engine.worker.peers import Members, Peer
@@ -183,7 +183,6 @@ class Agent:
         self.calls = OpenCalls(
             self.peers, self.reactor, self.timers, self.sender, self.receiver, self.waiter
         )
-        self.cancelling = Cancelling(self.reactor, self.calls, self.receiver)
         if patience is None:
             patience = Patience(knobs.DETECTION_S.get(), knobs.RECONNECT_S.get())
         self.links = Links(self.reactor, self.timers, self.receiver, self.pool, patience, self.lose)
@@ -474,7 +473,7 @@ class Agent:
         gone = NotInitialized(f"worker {self.info.name!r} shut down before the answer came")
         self.calls.fail_all(gone)
         for peer in list(self.peers.values()):
-            self.cancelling.peer_lost(peer)
+            self.calls.caller_lost(peer)
         self._acceptor.close()
         self._connector.close()
         stuck = self.reactor.close(max(end_s - monotonic(), _LEAST_CLOSE_S))

@@ -1,7 +1,7 @@
 """The calls that this worker has open, and the threads that wait for their answers.
 
-``OpenCalls`` and ``Cancelling`` are the I/O shells of ``torchweft.engine.protocol.calls``: of its
-``CallClient``, and of the part of its ``CallServer`` that cancels.
+``OpenCalls`` is the I/O shell of ``CallClient`` and ``CallServer`` of
+``torchweft.engine.protocol.calls``: it also ends the calls that other workers have given up.
 
 In the native twin the waiting thread itself reads the connections on which messages will come,
 unless another thread already does. A message then needs no hand-over between threads. Messages for
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from _thread import allocate_lock, get_ident
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from enum import IntEnum
 from time import monotonic
@@ -211,7 +211,7 @@ class OpenCalls:
         reactor: Its threads complete calls.
         timers: End the calls that are past their deadlines, by ``expire``.
         sender: Sends the requests.
-        receiver: Passes answers that it reads to this object from here on.
+        receiver: Passes answers, and messages that cancel calls, to this object from here on.
         waiter: Lets threads wait for answers.
     """
 
@@ -230,7 +230,9 @@ class OpenCalls:
         self._sender = sender
         self._waiter = waiter
         receiver.on_replies(self.take_reply)
+        receiver.on(Kind.CANCEL, self._on_cancel, inline=True)
         self._client: CallClient[PendingCall] = CallClient()
+        self._server = CallServer()
 
     def __len__(self) -> int:
         return len(self._client)
@@ -453,10 +455,6 @@ class OpenCalls:
         self._act(actions)
         return bool(actions)
 
-    def cancel_nested(self, parents: Set[ServedCall]) -> None:
-        """Cancels the calls that were made in the course of ``parents``, calls of other workers."""
-        self._act(self._client.parents_cancelled(parents))
-
     def _act(self, actions: list[Action[PendingCall]]) -> None:
         for action in actions:
             try:
@@ -501,6 +499,31 @@ class OpenCalls:
         for call in self._client.closed(error):
             _run_on_done(call, None)
 
+    # Calls of other workers, some of which have calls of this worker nested in them
+
+    def _on_cancel(self, peer: Peer, frame: Frame) -> None:
+        self._cancel_nested_soon(self._server.cancel_received(peer, decode_ints(frame.control)))
+
+    def caller_lost(self, peer: Peer) -> None:
+        """Cancels the calls of a worker that gets no result any more."""
+        self._cancel_nested_soon(self._server.caller_lost(peer))
+
+    def end_creations(self, making: set[AnsweredCall], peer: Peer) -> None:
+        """Cancels calls that make values for a lost worker, unless others refer to the values.
+
+        The owner of the values must have been told of the loss.
+        """
+        self._cancel_nested_soon(self._server.creations_lost(making.copy(), peer))
+
+    def _cancel_nested_soon(self, is_due: bool) -> None:
+        if is_due:
+            self._reactor.submit(self._cancel_nested)
+
+    def _cancel_nested(self, _: object = None, __: object = None) -> None:
+        parents = self._server.take_cancelled_parents()
+        if parents:
+            self._act(self._client.parents_cancelled(parents))
+
 
 def _run_on_done(call: PendingCall, _: object) -> None:
     call.finish()
@@ -510,42 +533,3 @@ def _run_on_done(call: PendingCall, _: object) -> None:
 
 current_call: ContextVar[ServedCall | None] = ContextVar("weft_served_call", default=None)
 """The call that the running code serves. An asyncio task inherits it from its creator."""
-
-
-class Cancelling:
-    """Ends the calls that other workers have given up.
-
-    Args:
-        reactor: Provides the threads that cancel.
-        calls: The calls that this worker has open, some of them nested in calls that it serves.
-        receiver: Delivers the messages that cancel calls.
-    """
-
-    def __init__(self, reactor: Reactor, calls: OpenCalls, receiver: Receiver) -> None:
-        self._reactor = reactor
-        self._calls = calls
-        self._server = CallServer()
-        receiver.on(Kind.CANCEL, self._on_message, inline=True)
-
-    def end_creations(self, making: set[AnsweredCall], peer: Peer) -> None:
-        """Cancels calls that make values for a lost worker, unless others refer to the values.
-
-        The owner of the values must have been told of the loss.
-        """
-        self._cancel_soon(self._server.creations_lost(making.copy(), peer))
-
-    def _on_message(self, peer: Peer, frame: Frame) -> None:
-        self._cancel_soon(self._server.cancel_received(peer, decode_ints(frame.control)))
-
-    def peer_lost(self, peer: Peer) -> None:
-        """Cancels the calls of a worker that gets no result any more."""
-        self._cancel_soon(self._server.caller_lost(peer))
-
-    def _cancel_soon(self, is_due: bool) -> None:
-        if is_due:
-            self._reactor.submit(self._cancel_nested)
-
-    def _cancel_nested(self, _: object, __: object) -> None:
-        parents = self._server.take_cancelled_parents()
-        if parents:
-            self._calls.cancel_nested(parents)

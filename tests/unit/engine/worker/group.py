@@ -63,7 +63,7 @@ class Member:
 
     def _peer_lost(self, peer: Peer) -> None:
         self.tensor_messages.peer_lost(peer)
-        self.agent.cancelling.peer_lost(peer)
+        self.agent.calls.caller_lost(peer)
         self.references.peer_lost(peer)
         self.agent.tell_watchers(peer)
 

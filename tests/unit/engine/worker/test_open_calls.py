@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -56,27 +56,8 @@ def pair() -> Iterator[tuple[Member, Callee]]:
         yield first, callee
 
 
-def ask(
-    member: Member,
-    to: int,
-    timeout_s: float = math.inf,
-    parent: ServedCall | None = None,
-    on_done: Callable[[PendingCall], None] | None = None,
-) -> PendingCall:
-    peer = member.agent.peers[to]
-    call = PendingCall(peer.id, peer.name, "function", timeout_s, on_done, parent)
-
-    def message(number: int) -> list[bytes | bytearray | memoryview] | Frame:
-        if peer.is_self:
-            return Frame(Kind.CALL, 0, number, b"", ())
-        return encode_frame(Kind.CALL, 0, number, b"")
-
-    member.agent.calls.ask(peer, call, SimpleRequest(message))
-    return call
-
-
-def new_parent(member: Member, number: int = 1) -> ServedCall:
-    return ServedCall(member.agent.peers[1], Frame(Kind.CALL, 0, number, b"", ()), 0.0)
+def new_parent(member: Member) -> ServedCall:
+    return ServedCall(member.agent.peers[1], Frame(Kind.CALL, 0, 1, b"", ()), 0.0)
 
 
 def test_what_is_asked_just_after_its_parent_was_cancelled_ends_at_once(
@@ -86,7 +67,10 @@ def test_what_is_asked_just_after_its_parent_was_cancelled_ends_at_once(
     first.agent.connect(first.agent.peers[1])  # Otherwise the call is not even sent.
     parent = new_parent(first)
     parent.cancel()
-    call = ask(first, 1, parent=parent)
+    peer = first.agent.peers[1]
+    call = PendingCall(peer.id, peer.name, "function", math.inf, None, parent)
+    request = SimpleRequest(lambda number: encode_frame(Kind.CALL, 0, number, b""))
+    first.agent.calls.ask(peer, call, request)
     assert isinstance(call.error, CallCancelled)
     callee.until_cancelled(callee.next())
     assert len(first.agent.calls) == 0
@@ -119,7 +103,8 @@ def test_what_ends_while_its_request_is_made_is_cancelled_at_its_callee(
     def message(number: int) -> list[bytes | bytearray | memoryview] | Frame:
         # Race: the cancellation by another thread reaches the callee before the call does.
         parent.cancel()
-        first.agent.calls.cancel_nested({parent})
+        calls = first.agent.calls
+        calls._act(calls._client.parents_cancelled({parent}))
         return encode_frame(Kind.CALL, 0, number, b"")
 
     first.agent.calls.ask(peer, call, SimpleRequest(message))
