@@ -18,7 +18,7 @@ from torchweft.checkpoint.owners import HeldPart
 def count_held() -> int:
     """Returns how many parts this worker holds for a driver."""
     parts = [each for each in gc.get_objects() if isinstance(each, HeldPart)]
-    return sum(each.is_held for each in parts)
+    return sum(each._held is not None for each in parts)
 
 
 _kept: list[Any] = []
@@ -26,7 +26,7 @@ _kept: list[Any] = []
 
 def have_held(worker: str) -> None:
     """Has another worker copy its part of a state, and hold it for this worker."""
-    _kept.append(rpc.rpc_sync(worker, owners.capture, ([], [], True)))
+    _kept.append(rpc.rpc_sync(worker, owners.capture, ({}, True)))
 
 
 def write_when_let(gate: str) -> None:

@@ -70,7 +70,7 @@ def begin(directory: str) -> None:
     made = StepGate()
     _kept["gate"] = made.reference
     rpc.rpc_sync(HONEST, gate._begin, (made.reference, STEP, False))
-    *_, _kept["part"] = rpc.rpc_sync(SERVER, owners.capture, ([], [], False))
+    *_, _kept["part"] = rpc.rpc_sync(SERVER, owners.capture, ({}, False))
     _kept["publisher"] = rpc.RRef(Publisher(nn.Linear(2, 1)))
     _kept["inbox"] = rpc.rpc_sync(SERVER, follow, (_kept["publisher"],))
     _kept["directory"] = directory

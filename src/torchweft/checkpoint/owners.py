@@ -18,7 +18,7 @@ from torchweft.checkpoint import dcp, files, kinds, parts, snapshots
 from torchweft.checkpoint.encoding import Part
 from torchweft.checkpoint.files import Written
 from torchweft.checkpoint.kinds import OPTIMIZER, PARAMETER, Content, Differences
-from torchweft.checkpoint.parts import Options, OwnedState, Places, Remote
+from torchweft.checkpoint.parts import Options, OwnedState, Places
 from torchweft.checkpoint.snapshots import Manifest, read_manifest
 from torchweft.errors import CheckpointError, NotInitialized
 from torchweft.extending import (
@@ -38,24 +38,19 @@ GIVE_UP_S = 5.0
 
 
 class HeldPart(Generic[T]):
-    """What this worker holds for a driver between two of its calls: a part, or entries read.
+    """What this worker holds for a driver between two of its calls: a part, or what is prepared.
 
     The driver has a reference to it. So it is also dropped when the driver gives up the call that
     would have returned it, or is lost.
 
     Args:
         driver: The id of the driver.
-        held: The part or the entries.
+        held: The part, or what is prepared.
     """
 
     def __init__(self, driver: int, held: T) -> None:
         self._driver = driver
         self._held: T | None = held
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it is held still."""
-        return self._held is not None
 
     def get(self) -> T:
         """Returns what is held.
@@ -110,14 +105,14 @@ def _held(reference: RRef[HeldPart[T]]) -> HeldPart[T]:
 
 
 def capture(
-    items: Places, optimizers: Places, with_random: bool
+    places: Places, with_random: bool
 ) -> tuple[dict[str, str], dict[str, Options], RRef[HeldPart[Part]]]:
     """Copies this worker's part of a state.
 
     Returns:
         The kind of each entry by path, the hyper-parameters, and a reference to the part.
     """
-    owned = Remote(items, optimizers).owned()
+    owned = OwnedState.of(places)
     owned.check_whole()
     part, options = parts.take(owned, with_random=with_random)
     return part.kinds(), options, RRef(HeldPart(caller().id, part))
@@ -161,6 +156,9 @@ Origin = tuple[bytes, str, str, dict[str, RRef[HeldPart[Part]]], list[str], bool
 parts that workers hold, by the name of the worker; the names of the workers of the group, the
 driver's first; and whether random number generators are restored."""
 
+Prepared = tuple[OwnedState, Content]
+"""The entries that a worker owns, and what they are to become."""
+
 Found = tuple[str, Any]
 """The outcome of reading a file: ``FOUND`` and its entries, ``CORRUPT`` and why, or ``LACKING``."""
 
@@ -173,31 +171,25 @@ Report = dict[str, list[Any]]
 
 @functions.async_execution
 def prepare(
-    items: Places, optimizers: Places, origin: Origin, timeout_s: float
-) -> torch.futures.Future[tuple[Report, RRef[HeldPart[Content]]]]:
+    places: Places, origin: Origin, timeout_s: float
+) -> torch.futures.Future[tuple[Report, RRef[HeldPart[Prepared]]]]:
     """Reads the entries that this worker needs, compares them, and holds them.
 
     The worker's state is not changed. Answers with the problems that prevent restoring.
     """
-    owned, driver = Remote(items, optimizers).owned(), caller().id
+    owned, driver = OwnedState.of(places), caller().id
 
-    def work() -> tuple[Report, RRef[HeldPart[Content]]]:
+    def work() -> tuple[Report, RRef[HeldPart[Prepared]]]:
         content, report = read_and_compare(owned, {}, origin, timeout_s)
-        return report, RRef(HeldPart(driver, content))
+        return report, RRef(HeldPart(driver, (owned, content)))
 
     return in_background(work)
 
 
-def apply(
-    entries: RRef[HeldPart[Content]],
-    items: Places,
-    optimizers: Places,
-    options: dict[str, Options],
-    strict: bool,
-) -> None:
-    """Puts the held entries in place."""
-    content = _held(entries).take_out()
-    parts.put(Remote(items, optimizers).owned(), content, options, strict=strict)
+def apply(prepared: RRef[HeldPart[Prepared]], options: dict[str, Options], strict: bool) -> None:
+    """Puts the entries that were prepared in place."""
+    owned, content = _held(prepared).take_out()
+    parts.put(owned, content, options, strict=strict)
 
 
 @functions.async_execution

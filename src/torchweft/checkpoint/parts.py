@@ -41,8 +41,8 @@ OF_PARAMETERS = "/state/"
 """Stands between the path of an optimizer and the name of a parameter."""
 Options = dict[int, dict[str, Any]]
 """Hyper-parameters of an optimizer, by the number of their group."""
-Places = list[tuple[str, RRef[Any]]]
-"""Pairs of a path and a reference to a value of one worker."""
+Places = dict[str, RRef[Any]]
+"""By path, references to values of one worker."""
 
 # The entries of a state
 
@@ -113,26 +113,6 @@ def _checked(key: object, prefix: str) -> str:
     return key
 
 
-class Remote(NamedTuple):
-    """The entries of a state that another worker owns.
-
-    Attributes:
-        items: Its entries except optimizers.
-        optimizers: The local optimizers of distributed optimizers.
-    """
-
-    items: Places
-    optimizers: Places
-
-    def owned(self) -> OwnedState:
-        """Returns the entries on the worker that owns them."""
-        return OwnedState(
-            {path: reference.local_value() for path, reference in self.items},
-            {},
-            {path: reference.local_value() for path, reference in self.optimizers},
-        )
-
-
 class StatePlan:
     """Assigns the entries of a state to the workers that own them.
 
@@ -155,7 +135,7 @@ class StatePlan:
     ) -> None:
         self.optimizers: dict[str, DistributedOptimizer] = {}
         self.values: dict[str, Leaf] = {}
-        self.remote: dict[int, Remote] = {}
+        self.remote: dict[int, Places] = {}
         self.random = _ids(random_of)
         self.owned = OwnedState({}, {}, {})
         for leaf in leaves(state):
@@ -171,7 +151,7 @@ class StatePlan:
                 if optimizer.is_owner():
                     self.owned.optimizers[leaf.path] = optimizer.local_value()
                 else:
-                    self._of(optimizer.id.owner).optimizers.append((leaf.path, optimizer))
+                    self._of(optimizer.id.owner)[leaf.path] = optimizer
             return
         reference = value.module_rref if isinstance(value, RemoteModule) else value
         if not isinstance(reference, RRef):
@@ -180,10 +160,10 @@ class StatePlan:
         elif reference.is_owner():
             self.owned.remote[leaf.path] = reference.local_value()
         else:
-            self._of(reference.id.owner).items.append((leaf.path, reference))
+            self._of(reference.id.owner)[leaf.path] = reference
 
-    def _of(self, worker: int) -> Remote:
-        return self.remote.setdefault(worker, Remote([], []))
+    def _of(self, worker: int) -> Places:
+        return self.remote.setdefault(worker, {})
 
     def put(self, content: Content, options: Mapping[str, Options], *, strict: bool) -> None:
         """Puts entries of this worker in place, plain values of the state included; see ``put``."""
@@ -205,8 +185,8 @@ class StatePlan:
     @property
     def paths(self) -> set[str]:
         """The paths of all entries except optimizers."""
-        remote = {path for each in self.remote.values() for path, _ in each.items}
-        return remote | self.owned.values().keys()
+        remote = {path for places in self.remote.values() for path in places}
+        return (remote | self.owned.values().keys()) - self.optimizers.keys()
 
 
 def _ids(random_of: bool | Iterable[str | int | WorkerInfo]) -> set[int]:
@@ -244,6 +224,14 @@ class OwnedState(NamedTuple):
     remote: dict[str, Any]
     local: dict[str, Any]
     optimizers: dict[str, LocalOptimizer]
+
+    @classmethod
+    def of(cls, places: Places) -> OwnedState:
+        """Returns what references of another worker lead to."""
+        found = {path: reference.local_value() for path, reference in places.items()}
+        optimizers = {p: each for p, each in found.items() if isinstance(each, LocalOptimizer)}
+        values = {p: each for p, each in found.items() if p not in optimizers}
+        return cls(values, {}, optimizers)
 
     def values(self) -> dict[str, Any]:
         """Returns all entries except the optimizers."""

@@ -9,7 +9,7 @@ from torchweft.checkpoint import dcp, owners, parts, snapshots
 from torchweft.checkpoint.encoding import Part
 from torchweft.checkpoint.gate import StepGate
 from torchweft.checkpoint.kinds import PARAMETER, RANDOM, Content, Differences
-from torchweft.checkpoint.owners import HeldPart, Origin, Report
+from torchweft.checkpoint.owners import HeldPart, Origin, Prepared, Report
 from torchweft.checkpoint.parts import Options, StatePlan
 from torchweft.checkpoint.saving import Cut, Deadline, raise_first
 from torchweft.checkpoint.snapshots import Manifest, Snapshot
@@ -144,7 +144,7 @@ class Restoring:
         self._deadline = deadline
         self._snapshot = snapshot
         self._source_parts = held or {}
-        self._held: dict[int, RRef[HeldPart[Content]]] = {}
+        self._held: dict[int, RRef[HeldPart[Prepared]]] = {}
         self._content: Content = {}
         self._directory = "" if snapshot is None else snapshot.directory
         self._step = None if snapshot is None else snapshot.step
@@ -181,7 +181,7 @@ class Restoring:
         timeout_s = self._deadline.left_s()
         answers, failures = run_on_owners(
             owners.prepare,
-            {worker: (*self._places(worker), origin, timeout_s) for worker in workers},
+            {worker: (plan.remote.get(worker, {}), origin, timeout_s) for worker in workers},
             lambda: owners.read_and_compare(plan.owned, plan.optimizers, origin, timeout_s),
             self._deadline.left_s,
         )
@@ -193,9 +193,6 @@ class Restoring:
         assert own is not None
         self._content, reports[self._me.id] = own
         return reports
-
-    def _places(self, worker: int) -> tuple[parts.Places, parts.Places]:
-        return self._plan.remote.get(worker, parts.Remote([], []))
 
     def _check(self, reports: dict[int, Report]) -> None:
         """Raises the error of the differences that prevent restoring."""
@@ -241,10 +238,7 @@ class Restoring:
         options: dict[str, Options] = {
             path: content[path]["state"] for path in self._plan.optimizers if path in content
         }
-        arguments = {
-            worker: (part, *self._places(worker), options, self._strict)
-            for worker, part in self._held.items()
-        }
+        arguments = {worker: (held, options, self._strict) for worker, held in self._held.items()}
         _, failures = run_on_owners(owners.apply, arguments, timeout_s=self._deadline.left_s)
         what = "restoring the state, which is partly restored now,"
         raise_first(what, failures, self._directory, self._step)

@@ -149,9 +149,7 @@ class Cut:
         plan, me = self._plan, self._me
         for optimizer in plan.optimizers.values():
             optimizer.tell_changes()
-        remote = {
-            worker: (*places, worker in plan.random) for worker, places in plan.remote.items()
-        }
+        remote = {worker: (places, worker in plan.random) for worker, places in plan.remote.items()}
         plan.owned.check_whole()
         closed = gate.closed(self._deadline.left_s()) if gate else contextlib.nullcontext()
         with closed:
