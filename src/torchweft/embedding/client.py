@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torchweft.embedding import server
 from torchweft.embedding.errors import StepError
+from torchweft.embedding.groups import join
+from torchweft.embedding.meeting import call_each, start_each, wait_for
 from torchweft.embedding.rows import Part
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
-from torchweft.rpc import Future, RRef, get_worker_info, rpc_async
+from torchweft.rpc import Future, RRef, get_worker_info, rpc_async, rpc_sync
 
 _ASK_S = 5.0
 Pushes = dict[str, dict[int, tuple[int, list[Part]]]]
@@ -25,24 +26,21 @@ class Client:
     Args:
         name: Name of the collection.
         options: All that trainers and servers agree on.
-        limit_s: Limit of each call; infinite for none.
-        join: Joins the group of this trainer, if it is in one; see ``groups.join_at``.
+        timeout_s: Limit of each call; 0 for none.
 
     Raises:
         TablesMismatch: Another trainer has made the collection with other options.
         StepError: An earlier step has failed on some of the servers.
     """
 
-    def __init__(
-        self, name: str, options: server.Options, limit_s: float, join: Callable[..., Any]
-    ) -> None:
+    def __init__(self, name: str, options: server.Options, timeout_s: float) -> None:
         me = get_worker_info().name
         self.name = name
         self.trainers = options.trainers
         self.staleness = options.staleness
         self.trainer = options.trainers.index(me) if me in options.trainers else -1
         """This worker's position among the trainers; -1 if it is none."""
-        self.timeout_s = 0.0 if math.isinf(limit_s) else limit_s
+        self.timeout_s = timeout_s
         self.servers = {each: get_worker_info(each) for each in options.layout.servers}
         self._pusher, group = next(
             ((number, each) for number, each in enumerate(options.pushers) if me in each), (-1, ())
@@ -63,7 +61,7 @@ class Client:
             """The step that this trainer is in."""
             if len(group) > 1 and answers:
                 given = (name, options, self._pusher, self.step, self._hosts, self.timeout_s)
-                self._aggregator, steps = join(group[0], given, self.timeout_s)
+                self._aggregator, steps = rpc_sync(group[0], join, given, timeout=timeout_s)
                 self.step = int(steps[self._member])
         except BaseException:
             # No server keeps a use that nobody will end.
@@ -252,83 +250,3 @@ class Client:
         finally:
             if aggregator is not None:
                 aggregator.rpc_sync(self.timeout_s).close()
-
-
-# Calls of several servers at the same time
-
-
-def call_each(
-    references: Mapping[str, RRef[Any]],
-    method: str,
-    given: Mapping[str, tuple[Any, ...]],
-    timeout_s: float,
-    meanwhile: Callable[[], None] | None = None,
-) -> dict[str, Any]:
-    """Calls a method of referenced values; returns the results by name. Blocks until all end.
-
-    Args:
-        references: The values, by name.
-        method: Name of the method.
-        given: The arguments, by the names of those that are called.
-        timeout_s: Limit of each call; 0 for none.
-        meanwhile: Is run here after the calls are sent.
-
-    Raises:
-        WorkerLost: An owner is lost.
-        CallTimeout: An owner did not answer in time.
-        Exception: The error of the first one that raised one, if neither is the case.
-    """
-    if len(given) == 1 and meanwhile is None:
-        # A caller that waits in ``rpc_sync`` is woken sooner than a waiter on a future.
-        ((name, args),) = given.items()
-        return {name: getattr(references[name].rpc_sync(timeout_s), method)(*args)}
-    futures = start_each(references, method, given, timeout_s)
-    if meanwhile is not None:
-        meanwhile()
-    return wait_for(futures)
-
-
-def start_each(
-    references: Mapping[str, RRef[Any]],
-    method: str,
-    given: Mapping[str, tuple[Any, ...]],
-    timeout_s: float,
-) -> dict[str, Future[Any]]:
-    """Calls a method of referenced values; returns the futures by name."""
-    return {
-        name: getattr(references[name].rpc_async(timeout_s), method)(*args)
-        for name, args in given.items()
-    }
-
-
-def wait_for(futures: Mapping[str, Future[Any]]) -> dict[str, Any]:
-    """Returns the results by name, and raises as ``call_each``. Blocks until all have ended.
-
-    If a server is lost, the calls of the others are cancelled: one may wait for a trainer that has
-    noticed the loss and makes no further step.
-    """
-    results: dict[str, Any] = {}
-    errors: list[Exception] = []
-
-    def end(done: Any) -> None:
-        try:
-            done.wait()
-        except WorkerLost:
-            for each in futures.values():
-                each.cancel()
-        except Exception:
-            return  # Raised below.
-
-    if len(futures) > 1:
-        for future in futures.values():
-            future.add_done_callback(end)
-    for name, future in futures.items():
-        try:
-            results[name] = future.wait()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise next(
-            (each for each in errors if isinstance(each, (WorkerLost, CallTimeout))), errors[0]
-        )
-    return results

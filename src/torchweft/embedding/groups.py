@@ -14,15 +14,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torchweft.embedding.client import call_each
-from torchweft.embedding.meeting import Meeting
+from torchweft.embedding.meeting import Meeting, call_each
 from torchweft.embedding.rows import Part as Gradient
 from torchweft.embedding.rows import encode, sum_rows
 from torchweft.embedding.server import Host, Options, Push
 from torchweft.embedding.steps import Steps
 from torchweft.errors import ConfigurationError
 from torchweft.extending import check_caller, check_types, present_workers
-from torchweft.rpc import RRef, expose, functions, get_worker_info, rpc_sync
+from torchweft.rpc import RRef, expose, functions, get_worker_info
 
 Aggregate = Literal["host"] | Sequence[Sequence[str]] | None
 Groups = tuple[tuple[str, ...], ...]
@@ -377,10 +376,3 @@ def join(
 
     found = Aggregator.use(name, make, check)
     return RRef(found), [found.steps.step_of(each) for each in range(len(found.members))]
-
-
-def join_at(
-    first: str, given: tuple[Any, ...], timeout_s: float
-) -> tuple[RRef[Aggregator], list[int]]:
-    """Joins a group at its first trainer, with the arguments of ``join``. Blocks."""
-    return rpc_sync(first, join, given, timeout=timeout_s)

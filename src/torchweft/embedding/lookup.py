@@ -21,10 +21,11 @@ from torch import Tensor
 from torchweft.arguments import check_type, did_you_mean, kind_of
 from torchweft.closing import Closing
 from torchweft.embedding.cache import Cache, RowCache
-from torchweft.embedding.client import Client, wait_for
+from torchweft.embedding.client import Client
 from torchweft.embedding.configs import TableConfig
 from torchweft.embedding.errors import BadIds
 from torchweft.embedding.inputs import Checker, Flat
+from torchweft.embedding.meeting import wait_for
 from torchweft.embedding.planner import Plan
 from torchweft.embedding.requests import (
     Ages,

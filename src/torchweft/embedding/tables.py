@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torchweft.embedding.client import Client, Pushes
 from torchweft.embedding.configs import TableConfig
 from torchweft.embedding.dynamic import Occupancy, check_capacity
 from torchweft.embedding.errors import BadIds, PlanError
-from torchweft.embedding.groups import Aggregate, groups_of, hosts_of, join_at
+from torchweft.embedding.groups import Aggregate, groups_of, hosts_of
 from torchweft.embedding.initial import fill
 from torchweft.embedding.inputs import Flat
 from torchweft.embedding.layout import Held, pieces_of
@@ -122,11 +123,10 @@ class Tables(nn.Module):
         averages = reduction == "mean"
         hosts = hosts_of(self.trainers) if aggregate == "host" else {}
         groups = groups_of(aggregate, self.trainers, staleness, hosts)
-        self.limit_s = limit_of(timeout, _WAIT_S)
-        """The limit of each pull and step; infinite for none."""
+        limit_s = limit_of(timeout, _WAIT_S)
         self._options = Options(plan.layout, self.trainers, staleness, averages, seed, wire, groups)
         self.copies = _copies_of(plan, seed)
-        self._client = Client(name, self._options, self.limit_s, join_at)
+        self._client = Client(name, self._options, 0.0 if math.isinf(limit_s) else limit_s)
         self.reader = self._made_reader(None)
         """Looks up rows; for ``torchweft.hybrid``."""
         self._moves = 0
@@ -346,7 +346,7 @@ class Tables(nn.Module):
         base, _, _ = self.name.partition("@")
 
         def make() -> Client:
-            return Client(f"{base}@{self._moves}", options, self.limit_s, join_at)
+            return Client(f"{base}@{self._moves}", options, self.timeout_s)
 
         self._client = snapshots.moved(collection, make)
         self.plan, self._options, self.name = plan, options, self._client.name

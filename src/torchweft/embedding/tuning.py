@@ -214,5 +214,7 @@ def _step_s(make_step: Callable[[], Any], steps: int, clock: Callable[[], float]
 
 def _of_all(tables: Tables, own: T) -> list[T]:
     """Returns a value of each trainer, so that all decide the same; blocks."""
+    if len(tables.trainers) == 1:
+        return [own]
     gathered = rpc.all_gather(own, tables.trainers, timeout=tables.timeout_s)
     return [gathered[trainer] for trainer in tables.trainers]
