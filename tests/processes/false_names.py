@@ -15,7 +15,7 @@ from torchweft.embedding import (
     SGD,
     TableConfig,
     Tables,
-    groups,
+    client,
     plan_tables,
 )
 from torchweft.embedding.server import Options
@@ -65,8 +65,8 @@ def begin(directory: str) -> None:
     members = HONEST, SERVER
     grouped = Options(plan.layout, members, 0, True, 0, groups=(members,))
     _kept["options"] = grouped
-    _kept["host"] = tables._client._hosts[SERVER]
-    _kept["group"], _ = rpc.rpc_sync(HONEST, groups.join, ("grouped", grouped, 0, 0, {}, LIMIT_S))
+    _kept["host"] = tables._client._hosts.references[SERVER]
+    _kept["group"], _ = rpc.rpc_sync(HONEST, client.join, ("grouped", grouped, 0, 0, {}, LIMIT_S))
     made = StepGate()
     _kept["gate"] = made.reference
     rpc.rpc_sync(HONEST, gate._begin, (made.reference, STEP, False))
@@ -143,7 +143,7 @@ def _write() -> Any:
 def _join_group() -> Any:
     # Its own options name it a member of the group that others have made.
     options = _told("options")._replace(groups=((HONEST, LIAR),), trainers=(HONEST, LIAR))
-    return rpc.rpc_sync(HONEST, groups.join, ("grouped", options, 0, 0, {}, LIMIT_S))
+    return rpc.rpc_sync(HONEST, client.join, ("grouped", options, 0, 0, {}, LIMIT_S))
 
 
 _MAY_NOT = f"NotAllowed: worker {LIAR!r} may not"
@@ -155,7 +155,7 @@ LIES: dict[str, Callable[[], Any]] = {
     "another trainer closes tables": lambda: _told("host").rpc_sync().close(),
     "gradients of another trainer": lambda: rpc.rpc_sync(SERVER, measure, (_KEY, 0, 2.0, True, {})),
     "another is in the group": lambda: rpc.rpc_sync(
-        HONEST, groups.join, ("grouped", _told("options"), 0, 0, {}, LIMIT_S)
+        HONEST, client.join, ("grouped", _told("options"), 0, 0, {}, LIMIT_S)
     ),
     "this worker is in the group": _join_group,
     "a push of another member": lambda: _told("group").rpc_sync().push(1, 0, 0.1, 0, {}),

@@ -71,7 +71,7 @@ def train_with_recovery(
             raise ValueError("a mistake of the program")
         loss.backward()  # type: ignore[no-untyped-call]
         if is_last_act and at == "push":
-            host = model.tables._client._hosts[killed]  # type: ignore[union-attr]
+            host = model.tables._client._hosts.references[killed]  # type: ignore[union-attr]
             while host.rpc_sync().missing() != [trainers[0]]:
                 pass
             _kill(killed)

@@ -55,7 +55,9 @@ def test_what_servers_are_sent_is_checked() -> None:
         with pytest.raises(ArgumentTypeError, match="of a call of Weft's own"):
             rpc.rpc_sync("worker0", server.set_up, given)
     held = next(each for each in pieces_of(tables.plan.layout) if each.piece.server == "worker0")
-    link = [(held.piece.plain(), tables._client._hosts["worker0"])]  # It refers to no entry.
+    link = [
+        (held.piece.plain(), tables._client._hosts.references["worker0"])
+    ]  # It refers to no entry.
     for method, args in (
         ("set_rule", ("adam",)),
         ("push", (0, 0, "fast", 0, [])),

@@ -52,7 +52,7 @@ class HeldPart(Generic[T]):
         self._driver = driver
         self._held: T | None = held
 
-    def get(self) -> T:
+    def look(self) -> T:
         """Returns what is held.
 
         Raises:
@@ -74,7 +74,7 @@ class HeldPart(Generic[T]):
             raise CheckpointError(
                 f"worker {this_worker().name!r} holds nothing for worker {caller().name!r} there"
             )
-        held, self._held = self.get(), None
+        held, self._held = self.look(), None
         return held
 
 
@@ -202,7 +202,7 @@ def read(
 
 def read_held(part: RRef[HeldPart[Part]], wanted: list[str]) -> Content:
     """Returns entries of a part that this worker holds, to a worker that needs them."""
-    return _held(part).get().content(wanted)
+    return _held(part).look().content(wanted)
 
 
 def read_and_compare(

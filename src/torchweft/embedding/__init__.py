@@ -1,6 +1,7 @@
 """Embedding tables on servers: large tables cut into shards, rows pulled and gradients pushed."""
 
 from torchweft.embedding.cache import Cache
+from torchweft.embedding.client import join
 from torchweft.embedding.configs import (
     ColumnWise,
     Constant,
@@ -25,7 +26,6 @@ from torchweft.embedding.errors import (
     StepError,
     TablesMismatch,
 )
-from torchweft.embedding.groups import join
 from torchweft.embedding.inputs import Jagged
 from torchweft.embedding.lookup import RowStream
 from torchweft.embedding.optimizer import TablesOptimizer

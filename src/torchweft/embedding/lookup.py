@@ -21,11 +21,10 @@ from torch import Tensor
 from torchweft.arguments import check_type, did_you_mean, kind_of
 from torchweft.closing import Closing
 from torchweft.embedding.cache import Cache, RowCache
-from torchweft.embedding.client import Client
+from torchweft.embedding.client import Client, wait_for
 from torchweft.embedding.configs import TableConfig
 from torchweft.embedding.errors import BadIds
 from torchweft.embedding.inputs import Checker, Flat
-from torchweft.embedding.meeting import wait_for
 from torchweft.embedding.planner import Plan
 from torchweft.embedding.requests import (
     Ages,
@@ -129,14 +128,14 @@ class Pull:
         for lookup in self._lookups:
             lookup.step = step
 
-    def wait(self) -> Sequence[Lookup]:
+    def received(self) -> Sequence[Lookup]:
         """Waits for the rows of a pull that was sent, and returns its lookups."""
         self._reader.settle_sent(self, wait_for(self.futures))
         return self._lookups
 
     def outputs(self) -> dict[str, Tensor]:
         """Waits for the rows, and returns the output of each table of the only lookup."""
-        (lookup,) = self.wait()
+        (lookup,) = self.received()
         return lookup.outputs()
 
     def cancel(self) -> None:

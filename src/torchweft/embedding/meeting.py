@@ -11,16 +11,16 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
 from torchweft.embedding.errors import StepError
 from torchweft.embedding.steps import Steps
-from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
+from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.extending import caller, check_caller, check_types
-from torchweft.rpc import Future, RRef, expose, get_worker_info, on_worker_lost
+from torchweft.rpc import expose, get_worker_info, on_worker_lost
 
 M = TypeVar("M", bound="Meeting[Any]")
 P = TypeVar("P")
@@ -168,83 +168,3 @@ def tell_losses(listener: Listener) -> None:
             found.worker_lost(error)
 
     weakref.finalize(listener, on_worker_lost(call))
-
-
-# Calls of several of them at the same time
-
-
-def call_each(
-    references: Mapping[str, RRef[Any]],
-    method: str,
-    given: Mapping[str, tuple[Any, ...]],
-    timeout_s: float,
-    meanwhile: Callable[[], None] | None = None,
-) -> dict[str, Any]:
-    """Calls a method of referenced values; returns the results by name. Blocks until all end.
-
-    Args:
-        references: The values, by name.
-        method: Name of the method.
-        given: The arguments, by the names of those that are called.
-        timeout_s: Limit of each call; 0 for none.
-        meanwhile: Is run here after the calls are sent.
-
-    Raises:
-        WorkerLost: An owner is lost.
-        CallTimeout: An owner did not answer in time.
-        Exception: The error of the first one that raised one, if neither is the case.
-    """
-    if len(given) == 1 and meanwhile is None:
-        # A caller that waits in ``rpc_sync`` is woken sooner than a waiter on a future.
-        ((name, args),) = given.items()
-        return {name: getattr(references[name].rpc_sync(timeout_s), method)(*args)}
-    futures = start_each(references, method, given, timeout_s)
-    if meanwhile is not None:
-        meanwhile()
-    return wait_for(futures)
-
-
-def start_each(
-    references: Mapping[str, RRef[Any]],
-    method: str,
-    given: Mapping[str, tuple[Any, ...]],
-    timeout_s: float,
-) -> dict[str, Future[Any]]:
-    """Calls a method of referenced values; returns the futures by name."""
-    return {
-        name: getattr(references[name].rpc_async(timeout_s), method)(*args)
-        for name, args in given.items()
-    }
-
-
-def wait_for(futures: Mapping[str, Future[Any]]) -> dict[str, Any]:
-    """Returns the results by name, and raises as ``call_each``. Blocks until all have ended.
-
-    If a server is lost, the calls of the others are cancelled: one may wait for a trainer that has
-    noticed the loss and makes no further step.
-    """
-    results: dict[str, Any] = {}
-    errors: list[Exception] = []
-
-    def end(done: Any) -> None:
-        try:
-            done.wait()
-        except WorkerLost:
-            for each in futures.values():
-                each.cancel()
-        except Exception:
-            return  # Raised below.
-
-    if len(futures) > 1:
-        for future in futures.values():
-            future.add_done_callback(end)
-    for name, future in futures.items():
-        try:
-            results[name] = future.wait()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise next(
-            (each for each in errors if isinstance(each, (WorkerLost, CallTimeout))), errors[0]
-        )
-    return results

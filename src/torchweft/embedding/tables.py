@@ -16,11 +16,10 @@ from torchweft.arguments import check_type, check_workers, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
 from torchweft.embedding import snapshots
 from torchweft.embedding.cache import Cache
-from torchweft.embedding.client import Client, Pushes
+from torchweft.embedding.client import Aggregate, Client, Pushes, groups_of, hosts_of
 from torchweft.embedding.configs import TableConfig
 from torchweft.embedding.dynamic import Occupancy, check_capacity
 from torchweft.embedding.errors import BadIds, PlanError
-from torchweft.embedding.groups import Aggregate, groups_of, hosts_of
 from torchweft.embedding.initial import fill
 from torchweft.embedding.inputs import Flat
 from torchweft.embedding.layout import Held, pieces_of

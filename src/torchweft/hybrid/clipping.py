@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.embedding.meeting import wait_for
+from torchweft.embedding.client import wait_for
 from torchweft.embedding.requests import StackRequest
 from torchweft.embedding.rows import Part, summed
 from torchweft.embedding.server import host_of

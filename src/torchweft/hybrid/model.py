@@ -17,8 +17,8 @@ from torchweft import checkpoint
 from torchweft.arguments import UNSET_RPC_TIMEOUT, kind_of, limit_of
 from torchweft.checkpoint import Snapshot, parts
 from torchweft.embedding import Cache, Dynamic, Jagged, Rule, Tables, Wire
+from torchweft.embedding.client import Aggregate
 from torchweft.embedding.configs import Place
-from torchweft.embedding.groups import Aggregate
 from torchweft.embedding.requests import StackRequest
 from torchweft.embedding.tables import check_options, check_types
 from torchweft.errors import ArgumentTypeError, ConfigurationError

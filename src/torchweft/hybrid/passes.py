@@ -173,7 +173,7 @@ class _Sent:
     def outputs(self) -> dict[str, Tensor]:
         """Waits for the rows, and has the next pass use them."""
         if self.sent is not None:
-            self.passes.expect(_by_table(self.given, self.sent.wait()))
+            self.passes.expect(_by_table(self.given, self.sent.received()))
         return {}
 
     def cancel(self) -> None:

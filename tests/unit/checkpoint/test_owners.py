@@ -123,12 +123,12 @@ def test_a_part_is_taken_out_once_by_the_driver_that_it_is_held_for(
     callers = [SimpleNamespace(id=1, name="a"), SimpleNamespace(id=2, name="b")]
     monkeypatch.setattr(owners, "caller", lambda: callers[0])
     part = HeldPart(2, "held")
-    assert part.get() == "held"
+    assert part.look() == "held"
     with pytest.raises(CheckpointError, match="'ps' holds nothing for worker 'a'"):
         part.take_out()
     callers.reverse()
     assert part.take_out() == "held"
-    for again in (part.take_out, part.get):
+    for again in (part.take_out, part.look):
         with pytest.raises(CheckpointError, match="'ps' has written this part, or put it"):
             again()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.embedding.groups import Batch, fewest, gathered, groups_of, share
+from torchweft.embedding.client import Batch, fewest, gathered, groups_of, share
 from torchweft.embedding.rows import Entries, sum_rows
 from torchweft.errors import ConfigurationError
 
