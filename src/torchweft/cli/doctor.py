@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from torchweft.errors import ConfigurationError, ObserveError, ProtocolError, WeftError
+from torchweft.observe.text import show
 
 if TYPE_CHECKING:
     from torchweft.observe.doctor import Diagnosis
@@ -119,5 +120,8 @@ def _attach(options: argparse.Namespace) -> int:
 
 
 def _show(diagnosis: Diagnosis, *, is_json: bool) -> int:
-    print(json.dumps(diagnosis.as_json(), indent=2) if is_json else diagnosis)
+    if is_json:
+        print(json.dumps(diagnosis.as_json(), indent=2))
+    else:
+        show(diagnosis.parts())
     return 0 if diagnosis.is_well else FAILURE_STATUS

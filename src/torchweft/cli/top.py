@@ -14,6 +14,7 @@ from torchweft.errors import ConfigurationError, ObserveError, ProtocolError, Un
 from torchweft.observe.group import Answers, find, look_around, read_folder
 from torchweft.observe.looking import Looker
 from torchweft.observe.session import Access
+from torchweft.observe.text import show
 from torchweft.observe.tracing.reading import graph_of, load, summary
 from torchweft.observe.waits import WaitGraph, as_json, explain
 
@@ -198,7 +199,7 @@ def run_explain(options: argparse.Namespace) -> int:
 
 def _show_waits(answers: Answers, *, is_json: bool) -> int:
     graph = WaitGraph(answers.reports, answers.silent)
-    print(json.dumps(as_json(graph), indent=2) if is_json else explain(graph))
+    show([json.dumps(as_json(graph), indent=2) if is_json else explain(graph)])
     return DEADLOCK_STATUS if graph.circles() else 0
 
 
@@ -214,7 +215,10 @@ def _show(looker: Looker, options: argparse.Namespace) -> int:
     looker.look(options.worker)
     time.sleep(options.interval)
     seen = looker.look(options.worker)
-    print(json.dumps(looker.as_json(seen), indent=2) if options.json else seen.as_text())
+    if options.json:
+        print(json.dumps(looker.as_json(seen), indent=2))
+    else:
+        show(seen.parts())
     return 0
 
 
@@ -242,7 +246,7 @@ def run_trace(options: argparse.Namespace) -> int:
     try:
         trace = load(options.file)
         is_whole = options.context is None
-        print(summary(trace) if is_whole else graph_of(trace, options.context).text())
+        show(summary(trace) if is_whole else [graph_of(trace, options.context).text()])
     except ObserveError as error:
         print(f"torchweft trace: {error}", file=sys.stderr)
         return FAILURE_STATUS

@@ -17,6 +17,7 @@ from torchweft.errors import ConfigurationError
 from torchweft.hybrid import Facts, choose_backend
 from torchweft.observe.examining import THOROUGH, gather, tell_host, tell_pair
 from torchweft.observe.group import Group
+from torchweft.observe.text import Table, plain
 from torchweft.reports import HostFacts, PairFacts, WorkerFacts, decode
 from torchweft.rpc import get_worker_infos, rpc_sync
 
@@ -79,19 +80,21 @@ class Diagnosis:
         lines = [{**asdict(each), "level": each.level.value} for each in self.findings]
         return {"is_well": self.is_well, "findings": lines}
 
-    def __str__(self) -> str:
-        """Returns a line for each finding, and one for each fix."""
-        lines = []
+    def parts(self) -> list[Table | str]:
+        """Returns a table with a row for each finding and each fix, and the sum, to be printed."""
+        rows = []
         for each in self.findings:
-            lines.append(f"{each.level.value:5}  {each.check:12}  {each.where}: {each.text}")
+            rows.append([each.level.value, each.check, f"{each.where}: {each.text}"])
             if each.fix:
-                lines.append(f"{'':21}-> {each.fix}")
+                rows.append(["", "", f"-> {each.fix}"])
         errors = sum(each.level is Level.ERROR for each in self.findings)
         notes = sum(each.level is Level.NOTE for each in self.findings)
-        lines.append("all is well" if self.is_well else _counted(errors, "error"))
-        if notes:
-            lines[-1] += f", {_counted(notes, 'note')}"
-        return "\n".join(lines)
+        told = "all is well" if self.is_well else _counted(errors, "error")
+        return [Table("", (), rows, 3), f"{told}, {_counted(notes, 'note')}" if notes else told]
+
+    def __str__(self) -> str:
+        """Returns a line for each finding, and one for each fix."""
+        return plain(self.parts())
 
 
 def _counted(count: int, name: str) -> str:

@@ -92,13 +92,11 @@ class Look:
         """The stacks of the opened worker; empty in an overview."""
         return "" if self.peers is None else "\n".join(map(text.stacks, self.reports))
 
-    def as_text(self) -> str:
-        """Returns everything as text."""
-        tables = [self.workers, *self.numbers]
-        if self.functions:
-            tables.append(text.functions_table(self.functions))
-        drawn = map(text.drawn, tables + self.opened)
-        return "\n\n".join(filter(None, [self.title, *drawn, *self.notes, self.stacks]))
+    def parts(self) -> list[text.Table | str]:
+        """Returns everything to print."""
+        functions = [text.functions_table(self.functions)] if self.functions else []
+        tables = [self.workers, *self.numbers, *functions, *self.opened]
+        return [self.title, *tables, *self.notes, self.stacks]
 
     def fields(self) -> dict[str, Any]:
         """Returns everything as plain values."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from rich.console import Group
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -29,7 +30,6 @@ Cells = DataTable[Text]
 
 FUNCTIONS, NUMBERS, STACKS = "functions", "numbers", "stacks"
 _TABLES = (FUNCTIONS, "other workers", "open calls", "served calls", "references", "events")
-_BAD = "bold red"
 _LAST_TEXT = 2
 """Of the columns of workers, the last with text."""
 
@@ -358,10 +358,10 @@ def fill(table: Cells, content: text.Table, *, has_names: bool = False) -> None:
 
 
 def _cells(content: text.Table, row: Sequence[str]) -> list[Text]:
-    style = _BAD if text.LOST in row[:3] or text.SILENT in row[:3] else ""
+    style = text.style_of(row)
     return [
-        Text(cell, style, justify="left" if at < content.left or at == len(row) - 1 else "right")
-        for at, cell in enumerate(row)
+        Text(cell, style, justify="left" if is_text else "right")
+        for cell, is_text in zip(row, content.at_left(), strict=True)
     ]
 
 
@@ -370,8 +370,8 @@ def _text(name: str, content: str = "") -> VerticalScroll:
     return VerticalScroll(Static(content, id=name, markup=False))
 
 
-def _numbers(seen: Look) -> str:
-    return "\n\n".join(map(text.drawn, seen.numbers))
+def _numbers(seen: Look) -> Group:
+    return Group(*map(text.grid, seen.numbers))
 
 
 def _comparable(value: Any) -> Any:

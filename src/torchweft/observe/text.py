@@ -1,15 +1,24 @@
-"""Tables of workers, functions, calls and threads, as rows of text."""
+"""Tables of workers, functions, calls and threads, and how they are printed.
+
+On a terminal rich draws them, if it is there, and folds what does not fit. Elsewhere they are plain
+lines, however wide.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchweft.columns import aligned
 from torchweft.observe.rates import FunctionRate, PeerRate, WorkerRate
 from torchweft.reports import NumberRow, Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as Grid
 
 _MOST_FUNCTIONS = 15
 _MOST_CALLS = 30
@@ -18,9 +27,12 @@ _NAMED = 2
 _MOST_VALUES = 4
 _MOST_BARS = 20
 _BAR_WIDTH = 40
+_WIDEST = 1000
 
 LOST, SILENT = "lost", "silent"
 """States of workers that do not answer."""
+ERROR = "error"
+"""The level of a finding that makes a diagnosis fail."""
 
 
 class Table(NamedTuple):
@@ -28,15 +40,22 @@ class Table(NamedTuple):
 
     Attributes:
         title: Its title; may be empty.
-        heads: The heads of its columns.
+        heads: The heads of its columns; empty for none.
         rows: Its rows.
         left: How many columns at the left are text; the others are numbers.
+        has_text_last: Whether the last column is text as well.
     """
 
     title: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: int
+    has_text_last: bool = False
+
+    def at_left(self) -> list[bool]:
+        """Returns for each column whether it is text."""
+        last = max(map(len, (self.heads, *self.rows))) - 1
+        return [at < self.left or (at == last and self.has_text_last) for at in range(last + 1)]
 
 
 def workers_table(rates: Iterable[WorkerRate], silent: dict[str, str], lost: set[str]) -> Table:
@@ -49,7 +68,7 @@ def workers_table(rates: Iterable[WorkerRate], silent: dict[str, str], lost: set
     for name in silent:
         state = LOST if name in lost else SILENT
         rows.append([name, "", state, *[""] * (len(heads) - 3)])
-    return Table("", heads, rows, 3)
+    return Table("", heads, rows, 3, has_text_last=True)
 
 
 class WorkerColumn(NamedTuple):
@@ -126,9 +145,11 @@ def worker_tables(report: Report, peers: Iterable[PeerRate]) -> list[Table]:
     events = [[f"{each.age_s:.1f} s ago", each.text] for each in report.events]
     tables = [
         Table("other workers", "worker channel sent/s recv/s sent received".split(), moved, 2),
-        Table("open calls", "function callee age in-call".split(), made, 2),
-        Table("served calls", "function caller age state".split(), served, 2),
-        Table("references", "reference owner bytes made".split(), references, 2),
+        Table("open calls", "function callee age in-call".split(), made, 2, has_text_last=True),
+        Table("served calls", "function caller age state".split(), served, 2, has_text_last=True),
+        Table(
+            "references", "reference owner bytes made".split(), references, 2, has_text_last=True
+        ),
         Table("events", "when what".split(), events, 2),
     ]
     return [table for table in tables if table.rows]
@@ -159,7 +180,8 @@ def _number_table(
         for worker, row in rows
     ]
     heads = [each.removesuffix(" bytes").removesuffix(" share") for each in names]
-    return Table(title, ["worker", *labels, *heads, *drawn_names], cells, 1 + len(labels))
+    columns = ["worker", *labels, *heads, *drawn_names]
+    return Table(title, columns, cells, 1 + len(labels), has_text_last=bool(drawn_names))
 
 
 def _cell(name: str, value: float) -> str:
@@ -186,7 +208,15 @@ def histograms(report: Report) -> list[Table]:
         for row in table.rows:
             for name, counts in row.histograms.items():
                 title = f"{name} of {table.title}: {', '.join(row.labels)}"
-                tables.append(Table(title, (name, "count", "share", "drawn"), bars(counts), 0))
+                tables.append(
+                    Table(
+                        title,
+                        (name, "count", "share", "drawn"),
+                        bars(counts),
+                        0,
+                        has_text_last=True,
+                    )
+                )
     return [each for each in tables if each.rows]
 
 
@@ -225,11 +255,70 @@ def stacks(report: Report) -> str:
     return "\n".join(lines)
 
 
+def show(parts: Iterable[Table | str]) -> None:
+    """Prints tables and texts, an empty line between them."""
+    told = [part for part in parts if part]
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            console = Console(highlight=False, markup=False, emoji=False)
+            for place, part in enumerate(told):
+                if place:
+                    console.print()
+                console.print(part if isinstance(part, str) else _fitting(part, console))
+            return
+    print(plain(told))
+
+
+def plain(parts: Iterable[Table | str]) -> str:
+    """Returns tables and texts as plain text, an empty line between them."""
+    return "\n\n".join([each if isinstance(each, str) else drawn(each) for each in parts])
+
+
+def _fitting(table: Table, console: Console) -> Grid:
+    """Returns a table for a terminal; if it is too wide, with its rows as columns if these fit."""
+    whole = grid(table)
+    heads, *rows = zip(table.heads, *table.rows, strict=True) if table.heads else [()]
+    for each in (whole, grid(Table(table.title, heads, rows, 1))) if rows else ():
+        wanted = console.measure(each, options=console.options.update(max_width=_WIDEST))
+        if wanted.maximum <= console.width:
+            return each
+    return whole
+
+
+def grid(table: Table) -> Grid:
+    """Returns a table for rich."""
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    made = Grid(
+        title=Text(table.title, "bold") if table.title else None,
+        title_justify="left",
+        show_header=bool(table.heads),
+        header_style="bold",
+        box=None,
+        pad_edge=False,
+    )
+    columns = table.heads or ("",) * max(map(len, table.rows), default=0)
+    for head, is_text in zip(columns, table.at_left(), strict=True):
+        made.add_column(Text(head), justify="left" if is_text else "right", overflow="fold")
+    for row in table.rows:
+        made.add_row(*map(Text, row), style=style_of(row))
+    return made
+
+
+def style_of(row: Sequence[str]) -> str:
+    """Returns the style of a row: that of something bad, or none."""
+    return "bold red" if {LOST, SILENT, ERROR} & set(row[:3]) else ""
+
+
 def drawn(table: Table) -> str:
-    """Returns a table as text."""
-    rows = [list(table.heads), *map(list, table.rows)]
-    last = len(table.heads) - 1
-    lines = aligned(rows, [at < table.left or at == last for at in range(last + 1)])
+    """Returns a table as plain text."""
+    heads = [list(table.heads)] if table.heads else []
+    lines = aligned([*heads, *map(list, table.rows)], table.at_left()) if table.rows else []
     return "\n".join([table.title, *lines] if table.title else lines)
 
 

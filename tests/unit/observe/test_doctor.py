@@ -70,7 +70,7 @@ def test_a_group_that_is_well_has_no_error() -> None:
     text = str(diagnosis)
     assert text.endswith("\nall is well")
     assert "60 us a call, 5.0 GB/s of a tensor (10.0 GB/s is a copy in memory)" in text
-    assert "collectives   all workers: gloo: CPUs over Ethernet" in text
+    assert "collectives  all workers: gloo: CPUs over Ethernet" in text
     assert json.loads(json.dumps(diagnosis.as_json()))["is_well"] is True
 
 

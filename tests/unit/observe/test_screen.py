@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("textual")
 
+from rich.console import Console
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static, TabbedContent
 
@@ -139,7 +141,10 @@ def test_a_worker_is_opened_and_closed() -> None:
         assert str(panes.get_tab("open-calls").label) == "open calls (1)"
         stacks = str(app.screen.query_one("#all-stacks", Static).content)
         assert "in train.step" in stacks
-        assert "17" in str(app.screen.query_one("#all-numbers", Static).content)
+        numbers = app.screen.query_one("#all-numbers", Static).content
+        console = Console(file=io.StringIO())
+        console.print(numbers)
+        assert "17" in console.file.getvalue()  # type: ignore[attr-defined]
         await pilot.press("escape")
         await shown(app, pilot, lambda: isinstance(app.screen, Overview))
 

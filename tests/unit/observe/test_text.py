@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -12,7 +13,9 @@ from torchweft.reports import Event, FunctionCounts, HeldReference, Traffic
 
 
 def test_a_table_has_text_at_the_left_and_numbers_at_the_right() -> None:
-    table = text.Table("title", ("name", "n", "last"), [["a", "1", "x"], ["bcdef", "10", ""]], 1)
+    table = text.Table(
+        "title", ("name", "n", "last"), [["a", "1", "x"], ["bcdef", "10", ""]], 1, True
+    )
     assert text.drawn(table) == "title\nname    n  last\na       1  x\nbcdef  10"
 
 
@@ -107,3 +110,24 @@ def test_many_values_of_a_histogram_are_drawn_as_ranges() -> None:
     assert rows[-1] == ["95-99", "1,000", "95.2%", "#" * 40]
     assert rows[0][1:] == ["5", "0.5%", "."]
     assert text.bars({}) == []
+
+
+def test_a_table_that_is_too_wide_for_a_terminal_is_turned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    heads = ["worker", *[f"number {at}" for at in range(6)]]
+    text.show(["title", text.Table("", heads, [["a", *"012345"], ["b", *"543210"]], 1)])
+    lines = [line.rstrip() for line in printed(capsys)]
+    assert lines[:4] == ["title", "", "worker    a  b", "number 0  0  5"]
+    text.show([text.Table("", heads[:2], [["a", "0"], ["z" * 100, "5"]], 1)])
+    lines = printed(capsys)
+    assert max(map(len, lines)) <= 40
+    assert sum(line.count("z") for line in lines) == 100
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Returns the printed lines without styles."""
+    return re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torchweft.columns import printable
 from torchweft.errors import ObserveError
 from torchweft.files import open_plain
-from torchweft.observe.text import Table, drawn, seconds, size
+from torchweft.observe.text import Table, seconds, size
 
 FORMAT = 1
 """Version of the entry ``weft`` of a file, and of the arguments of its events."""
@@ -161,11 +161,10 @@ def _slice(event: dict[str, Any], ended_us: float, names: tuple[str, ...]) -> En
 # The summary
 
 
-def summary(trace: TraceFile) -> str:
-    """Returns what a trace shows, as text; raises ObserveError if it is damaged."""
+def summary(trace: TraceFile) -> list[Table | str]:
+    """Returns what a trace shows, to be printed; raises ObserveError if it is damaged."""
     with telling_damage():
-        parts = [_title(trace), *map(drawn, _tables(trace)), *_notes(trace)]
-    return "\n\n".join(filter(None, parts))
+        return [_title(trace), *_tables(trace), *_notes(trace)]
 
 
 def _title(trace: TraceFile) -> str:

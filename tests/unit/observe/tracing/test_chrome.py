@@ -25,6 +25,7 @@ from tests.made_up_traces import (
 from tests.trace_reader import Event, Found, ns, read_events, read_trace
 from torchweft.engine.wire.messages import Kind
 from torchweft.errors import ObserveError
+from torchweft.observe.text import plain
 from torchweft.observe.tracing import chrome
 from torchweft.observe.tracing.chrome import Traced
 from torchweft.observe.tracing.notes import CREATED, OFFERED, RAN, SERVED
@@ -248,7 +249,7 @@ def test_the_reader_of_these_tests_refuses_what_is_no_json(text: str, path: Path
 
 def test_the_summary_names_functions_channels_and_what_is_missing(path: Path) -> None:
     written(step(), path)
-    text = summary(load(path))
+    text = plain(summary(load(path)))
     assert text.startswith("2 workers, 1.0 s, clocks within 3.0 us")
     assert "model.forward" in text
     assert "backward MulBackward0" in text
@@ -327,14 +328,14 @@ def test_hostile_files_are_refused_in_a_moment(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(ObserveError, match=r"is no trace|is damaged"):
-            summary(load(path))
+            plain(summary(load(path)))
 
 
 def test_what_a_file_says_does_not_control_the_terminal(path: Path) -> None:
     written(step(), path)
     hostile = json.dumps("\x1b]0;owned\x07\x9b31m")[1:-1]
     path.write_text(path.read_text().replace("forward", hostile).replace("trainer", hostile))
-    text = summary(load(path))
+    text = plain(summary(load(path)))
     assert r"\x1b]0;owned\x07\x9b31m" in text
     assert "\x1b" not in text
     assert "\x9b" not in text
