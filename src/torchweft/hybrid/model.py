@@ -30,9 +30,16 @@ from torchweft.hybrid.optimizer import (
     HybridOptimizer,
     make_dense,
 )
-from torchweft.hybrid.passes import BatchStream, Passes
-from torchweft.hybrid.placement import Found, Offer, agree, check_arguments, find_tables, make_offer
-from torchweft.hybrid.trainers import Hook, Reducer, Reductions, Trainers, Turns, reducer_of
+from torchweft.hybrid.passes import BatchStream, ModelPasses
+from torchweft.hybrid.placement import (
+    FoundTable,
+    TrainerArguments,
+    agree,
+    check_arguments,
+    find_tables,
+    make_offer,
+)
+from torchweft.hybrid.trainers import Collectives, Hook, Reducer, Reductions, Trainers, reducer_of
 from torchweft.optim.states import Moved
 from torchweft.rpc import get_worker_info
 
@@ -64,7 +71,9 @@ class RemoteTable(nn.Module):
         passes: The passes of the model, which look the table up.
     """
 
-    def __init__(self, name: str, table: nn.Embedding | nn.EmbeddingBag, passes: Passes) -> None:
+    def __init__(
+        self, name: str, table: nn.Embedding | nn.EmbeddingBag, passes: ModelPasses
+    ) -> None:
         super().__init__()
         self.name = name
         for setting in table.__constants__:
@@ -119,7 +128,7 @@ class RemoteTable(nn.Module):
         return f"{self.name!r}, {rows}, {dim}, on servers"
 
 
-def replace_tables(module: nn.Module, tables: Sequence[Found], passes: Passes) -> None:
+def replace_tables(module: nn.Module, tables: Sequence[FoundTable], passes: ModelPasses) -> None:
     """Puts remote tables in the places of modules, in each place where a module occurs."""
     remote = {id(each.table): RemoteTable(each.name, each.table, passes) for each in tables}
     for _, parent in list(module.named_modules()):
@@ -279,7 +288,7 @@ class HybridModel(nn.Module):
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(f"module is {kind_of(module)}; pass an nn.Module")
         self._trainers = Trainers.of(process_group)
-        tables: list[Found] = []
+        tables: list[FoundTable] = []
         reducers: list[Reducer | None] = []
         options: dict[str, Any] = {
             "staleness": staleness,
@@ -289,7 +298,7 @@ class HybridModel(nn.Module):
             "aggregate": aggregate,
         }
 
-        def offer() -> Offer:
+        def offer() -> TrainerArguments:
             check_options(self._trainers.names, staleness, reduction)
             check_arguments(
                 servers=servers, places=places, touched=touched, dynamic=dynamic, ddp=ddp
@@ -298,10 +307,14 @@ class HybridModel(nn.Module):
             reducers.append(reducer_of(comm_hook, comm_state, replicas))
             hook = None if reducers[0] is None else reducers[0].name
             tables.extend(find_tables(module, places or {}, dynamic))
-            shown = {**options, "comm_hook": hook}
-            return make_offer(
-                module, tables, servers, batches, touched or {}, places or {}, replicas, shown
-            )
+            compared = {
+                "servers": tuple(servers),
+                "places": {path.replace(".", "/"): each for path, each in (places or {}).items()},
+                "replicas": tuple(replicas),
+                **options,
+                "comm_hook": hook,
+            }
+            return make_offer(module, tables, batches, touched or {}, compared)
 
         names = self._trainers.names
         offers = self._trainers.gather(offer)
@@ -315,7 +328,7 @@ class HybridModel(nn.Module):
         self._collective_s = limit_of(timeout, _COLLECTIVE_S)
         self._reductions: Reductions | None = None
         self.tables: Tables | None = None
-        self._passes: Passes | None = None
+        self._passes: ModelPasses | None = None
         self._moved = Moved(
             "rows are on servers: make the optimizer by HybridModel.optimizer(rows, "
             "dense), and clip gradients by its clip_grad_norm_(max_norm)"
@@ -341,7 +354,7 @@ class HybridModel(nn.Module):
             # Of the module itself: DDP may have moved its arguments to a device.
             module.register_forward_pre_hook(self._passes.begin, with_kwargs=True)
 
-    def _to_servers(self, tables: Sequence[Found], **options: Any) -> list[Found]:
+    def _to_servers(self, tables: Sequence[FoundTable], **options: Any) -> list[FoundTable]:
         """Makes the tables of the plan on servers, and fills them; returns those moved there."""
         placed = self.plan.on_servers
         if placed is None:
@@ -351,7 +364,7 @@ class HybridModel(nn.Module):
         moved = [each for each in tables if each.name in there]
         self._fill(self.tables, moved)
         self._moved.add(each.table.weight for each in moved)
-        self._passes = Passes(self.tables)
+        self._passes = ModelPasses(self.tables)
         return moved
 
     def _replicate(
@@ -359,7 +372,7 @@ class HybridModel(nn.Module):
     ) -> None:
         """Puts the dense part under ``DistributedDataParallel``."""
         workers = {*self.trainers, *self.servers}
-        turns = Turns(self._token, self.name, self.trainers, self._collective_s)
+        turns = Collectives(self._token, self.name, self.trainers, self._collective_s)
         self._reductions = Reductions(
             process_group, workers, turns, averages=self._averages, reducer=reducer
         )
@@ -368,7 +381,7 @@ class HybridModel(nn.Module):
         )
 
     def _keep(
-        self, module: nn.Module, tables: Sequence[Found], moved: Sequence[Found]
+        self, module: nn.Module, tables: Sequence[FoundTable], moved: Sequence[FoundTable]
     ) -> list[Copied]:
         """Takes moved tables out of the module; returns those that stay."""
         for each in tables:
@@ -377,7 +390,7 @@ class HybridModel(nn.Module):
             replace_tables(module, moved, self._passes)
         return [Copied(each) for each in tables if each.config is not None and each not in moved]
 
-    def _fill(self, tables: Tables, moved: Sequence[Found]) -> None:
+    def _fill(self, tables: Tables, moved: Sequence[FoundTable]) -> None:
         """Moves the weights of the first trainer to the servers; the others wait for that."""
 
         def fill() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torchweft.autograd import get_gradients
 from torchweft.embedding import SGD, Adagrad, Rule, TablesOptimizer
 from torchweft.embedding.requests import StackRequest
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.hybrid.placement import Found, ids_of
+from torchweft.hybrid.placement import FoundTable, ids_of
 from torchweft.hybrid.plan import PlacementError
 from torchweft.optim import states
 from torchweft.optim.clipping import check_norms, coefficient_of, norm, norm_of, on_host
@@ -31,7 +31,7 @@ class Copied:
         found: The table; its gradients become dense.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: FoundTable) -> None:
         self.name = found.name
         self.parameter = cast("nn.Parameter", found.table.weight)
         self.used = torch.zeros(len(self.parameter), dtype=torch.bool, device="cpu")
@@ -64,7 +64,10 @@ class CopiesOptimizer(Optimizer):
     def __init__(
         self, copies: Sequence[Copied], rule: Rule, join: Callable[[Tensor], None]
     ) -> None:
-        super().__init__([each.parameter for each in copies], {"lr": rule.lr})
+        # A state says of which rule it is.
+        super().__init__(
+            [each.parameter for each in copies], {"lr": rule.lr, "rule": rule.settings()}
+        )
         self._copies = copies
         self._rule = rule
         self._join = join
@@ -123,39 +126,19 @@ class CopiesOptimizer(Optimizer):
         for each in self._copies:
             each.used.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the copies, and the settings of the rule."""
-        return {**super().state_dict(), "rule": self._rule.settings()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` has returned.
-
-        Raises:
-            ConfigurationError: It is of another rule, or of other tables.
-        """
-        problem = self.difference(state_dict)
-        if problem:
-            raise ConfigurationError(problem)
-        super().load_state_dict({key: each for key, each in state_dict.items() if key != "rule"})
-
-    def difference(self, state_dict: Any) -> str:
+    def difference(self, state_dict: Mapping[str, Any]) -> str:
         """Returns why a state is none of these copies; empty if it is."""
-        if not isinstance(state_dict, dict) or "param_groups" not in state_dict:
-            return "this is no state_dict of copies of tables"
-        rule, own = state_dict.get("rule"), self._rule.settings()
+        rule, own = state_dict["param_groups"][0].get("rule"), self._rule.settings()
         if rule != own:
             return f"the state of copies is that of {rule}, and the tables have {own}"
+        problems = states.differences(self, (), state_dict)
         for number, each in enumerate(self._copies):
-            present = self.state[each.parameter]
-            saved = state_dict["state"].get(number, {})
-            problems = states.misfits(
-                f"copy {number}", each.parameter.shape, saved, type(self), present
-            )
+            present, saved = self.state[each.parameter], state_dict["state"].get(number, {})
             if saved.keys() != present.keys():
-                return f"the state of copy {number} has {sorted(saved)}, not {sorted(present)}"
-            for problem in problems:
-                return problem
-        return ""
+                problems.append(f"copy {number} has {sorted(saved)}, not {sorted(present)}")
+            shape = each.parameter.shape
+            problems += states.misfits(f"copy {number}", shape, saved, type(self), present)
+        return "; ".join(problems)
 
 
 def keeps_rows_without_gradient(rule: Rule) -> bool:

@@ -60,7 +60,7 @@ class Expected(NamedTuple):
     lookup: Lookup
 
 
-class Passes:
+class ModelPasses:
     """The forward passes of a model; not thread-safe.
 
     Args:
@@ -71,7 +71,7 @@ class Passes:
         self._tables = tables
         self._notes: Sequence[Noted] = ()
         self._next_notes: list[Noted] = []
-        self._sources: Sources | None = None
+        self._sources: ArgumentPaths | None = None
         self._is_running = False
         self._awaited: dict[str, list[Expected]] | None = None
         self._expected: dict[str, list[Expected]] = {}
@@ -96,7 +96,7 @@ class Passes:
         if not self._is_running or self._sources is not None:
             return
         arguments = args, kwargs
-        self._sources, self._next_notes = Sources(arguments), []
+        self._sources, self._next_notes = ArgumentPaths(arguments), []
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             self._expected = awaited
@@ -152,10 +152,10 @@ class Passes:
         self._tables.check_ahead(ahead)
         return BatchStream(RowStream(batches, ahead, wrapped, self._send))
 
-    def _send(self, given: Mapping[str, Any], waiting: int) -> _Sent:
+    def _send(self, given: Mapping[str, Any], waiting: int) -> _BatchPull:
         found, flats = self._foreseen(given["arguments"])
         sent = self._tables.reader.send(flats, waiting) if found else None
-        return _Sent(self, found, sent)
+        return _BatchPull(self, found, sent)
 
     def expect(self, found: dict[str, list[Expected]]) -> None:
         """Has the next pass use rows that are here."""
@@ -163,10 +163,10 @@ class Passes:
 
 
 @dataclasses.dataclass
-class _Sent:
+class _BatchPull:
     """The lookups of a batch of a stream."""
 
-    passes: Passes
+    passes: ModelPasses
     given: Sequence[tuple[str, Jagged]]
     sent: Pull | None
 
@@ -209,7 +209,7 @@ class BatchStream(Closing, Generic[B]):
 # Where tensors are in the arguments of a model
 
 
-class Sources:
+class ArgumentPaths:
     """The tensors in the arguments of a model, by identity and by memory.
 
     Args:

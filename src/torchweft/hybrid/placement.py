@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchweft.arguments import check_type, check_workers, did_you_mean
 from torchweft.embedding import Dynamic, TableConfig, Wire
-from torchweft.embedding.configs import Place
 from torchweft.embedding.inputs import parts_of
 from torchweft.embedding.planner import Touched
 from torchweft.errors import ArgumentTypeError
@@ -27,7 +26,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundTable:
     """A table of a module.
 
     Attributes:
@@ -53,7 +52,7 @@ def find_tables(
     module: nn.Module,
     named: Iterable[str] = (),
     dynamic: Mapping[str, Dynamic] | None = None,
-) -> list[Found]:
+) -> list[FoundTable]:
     """Returns the tables of a module: those with ``sparse=True``, and those that are named.
 
     Args:
@@ -87,7 +86,7 @@ def find_tables(
             if kept and path in wanted:
                 raise PlacementError(f"{path!r} cannot be placed: {kept}", parameter=path)
             config = None if kept else config_of(path, table, dynamic.get(path))
-            found.append(Found(path, table, config, kept))
+            found.append(FoundTable(path, table, config, kept))
     if not found:
         raise PlacementError(
             "the module has no nn.Embedding or nn.EmbeddingBag with sparse=True: name those to "
@@ -151,7 +150,7 @@ def ids_of(table: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def measure_shares(
-    module: nn.Module, tables: Iterable[Found], batches: Iterable[Any]
+    module: nn.Module, tables: Iterable[FoundTable], batches: Iterable[Any]
 ) -> dict[str, Touched]:
     """Returns the mean share of its rows that a batch touches, by the name of the table.
 
@@ -243,17 +242,31 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 # What the trainers were told, which they compare before anything is moved
 
 
-class Offer(NamedTuple):
-    """What a trainer was told; all but the shares must be equal."""
+class TrainerArguments(NamedTuple):
+    """What a trainer was told.
+
+    Attributes:
+        configs: The tables.
+        dense: All other parameters.
+        options: The arguments that must be equal, by name.
+        touched: The share of its rows that a batch touches, by table; averaged over the trainers.
+        token: Names the model, if this is the first trainer.
+    """
 
     configs: tuple[TableConfig, ...]
     dense: tuple[Dense, ...]
-    servers: tuple[str, ...]
-    places: dict[str, Place]
-    replicas: tuple[str, ...]
-    touched: dict[str, float]
     options: dict[str, Any]
+    touched: dict[str, float]
     token: str
+
+    def parts(self) -> dict[str, Any]:
+        """Returns what must be equal, by name."""
+        return {
+            **{f"parameter {each.name!r}": f"of shape {each.shape}" for each in self.dense},
+            **{f"table {each.name!r}": each for each in self.configs},
+            **self.options,
+            "the tables of batches and touched": sorted(self.touched),
+        }
 
 
 def check_arguments(
@@ -280,33 +293,23 @@ def check_arguments(
 
 def make_offer(
     module: nn.Module,
-    tables: Sequence[Found],
-    servers: Sequence[str],
+    tables: Sequence[FoundTable],
     batches: Iterable[Any] | None,
     touched: Mapping[str, float],
-    places: Mapping[str, Place],
-    replicas: Sequence[str],
     options: Mapping[str, Any],
-) -> Offer:
+) -> TrainerArguments:
     """Returns the checked arguments of this trainer."""
     placed = [each for each in tables if each.config is not None]
-    _check_replicas(module, placed, replicas)
+    _check_replicas(module, placed, options["replicas"])
     shares = {path.replace(".", "/"): share for path, share in touched.items()}
     if batches is not None:
         shares = {**measure_shares(module, placed, batches), **shares}
-    return Offer(
-        tuple(each.config for each in placed if each.config is not None),
-        tuple(_dense_parts(module, tables)),
-        tuple(servers),
-        {path.replace(".", "/"): place for path, place in places.items()},
-        tuple(replicas),
-        shares,
-        dict(options),
-        uuid.uuid4().hex,
-    )
+    configs = tuple(each.config for each in placed if each.config is not None)
+    dense = tuple(_dense_parts(module, tables))
+    return TrainerArguments(configs, dense, dict(options), shares, uuid.uuid4().hex)
 
 
-def agree(trainers: Sequence[str], offers: Sequence[Offer]) -> HybridPlan:
+def agree(trainers: Sequence[str], offers: Sequence[TrainerArguments]) -> HybridPlan:
     """Returns the plan of all trainers, by the mean of their shares; pure.
 
     Raises:
@@ -315,21 +318,31 @@ def agree(trainers: Sequence[str], offers: Sequence[Offer]) -> HybridPlan:
         PlanError: A table cannot be placed as requested.
     """
     first = offers[0]
+    ours = first.parts()
     for trainer, other in zip(trainers, offers, strict=True):
-        _check_same(trainer, other, trainers[0], first)
-    means = {name: Touched.mean([each.touched[name] for each in offers]) for name in first.touched}
+        theirs = other.parts()
+        for part in dict.fromkeys([*ours, *theirs]):
+            if ours.get(part) != theirs.get(part):
+                raise TrainersDiffer(
+                    f"trainers {trainers[0]!r} and {trainer!r} have different models or arguments: "
+                    f"{part} is {ours.get(part)} at the first and {theirs.get(part)} at the other",
+                    trainer=trainer,
+                    part=part,
+                )
     return make_plan(
         first.configs,
         first.dense,
-        first.servers,
+        first.options["servers"],
         trainers=trainers,
-        touched=means,
-        places=first.places,
+        touched={
+            name: Touched.mean([each.touched[name] for each in offers]) for name in first.touched
+        },
+        places=first.options["places"],
         wire=first.options.get("wire", Wire()),
     )
 
 
-def _dense_parts(module: nn.Module, tables: Sequence[Found]) -> Iterator[Dense]:
+def _dense_parts(module: nn.Module, tables: Sequence[FoundTable]) -> Iterator[Dense]:
     """Yields all parameters but the tables that may be placed."""
     placed = {id(each.table.weight) for each in tables if each.config is not None}
     kept = {id(each.table.weight): each.kept for each in tables if each.config is None}
@@ -338,7 +351,9 @@ def _dense_parts(module: nn.Module, tables: Sequence[Found]) -> Iterator[Dense]:
             yield Dense(name, tuple(each.shape), each.nbytes, kept.get(id(each), ""))
 
 
-def _check_replicas(module: nn.Module, tables: Sequence[Found], replicas: Sequence[str]) -> None:
+def _check_replicas(
+    module: nn.Module, tables: Sequence[FoundTable], replicas: Sequence[str]
+) -> None:
     """Checks that each trained parameter is in one of the replicated modules."""
     if not replicas:
         return
@@ -358,27 +373,3 @@ def _check_replicas(module: nn.Module, tables: Sequence[Found], replicas: Sequen
                 "parameter is in exactly one",
                 parameter=name,
             )
-
-
-def _check_same(trainer: str, other: Offer, first: str, expected: Offer) -> None:
-    mine, theirs = _named(expected), _named(other)
-    for part in dict.fromkeys([*mine, *theirs]):
-        if mine.get(part) != theirs.get(part):
-            raise TrainersDiffer(
-                f"trainers {first!r} and {trainer!r} have different models or arguments: {part} is "
-                f"{mine.get(part)} at the first and {theirs.get(part)} at the other",
-                trainer=trainer,
-                part=part,
-            )
-
-
-def _named(offer: Offer) -> dict[str, Any]:
-    """Returns what must be equal, by name."""
-    found: dict[str, Any] = {
-        f"parameter {each.name!r}": f"of shape {each.shape}" for each in offer.dense
-    }
-    found |= {f"table {each.name!r}": each for each in offer.configs}
-    found |= {"servers": offer.servers, "places": offer.places, "replicas": offer.replicas}
-    found |= offer.options
-    found["the tables of batches and touched"] = sorted(offer.touched)
-    return found

@@ -41,7 +41,7 @@ _ASK_S = 5.0
 """How long the other trainers have to say how many collectives they have begun."""
 
 
-class Turns:
+class Collectives:
     """The collectives that this trainer has begun for one model.
 
     Args:
@@ -119,7 +119,7 @@ def is_timeout(error: BaseException | None) -> bool:
     return error is not None and "imed out" in str(error)
 
 
-_open: weakref.WeakValueDictionary[str, Turns] = weakref.WeakValueDictionary()
+_open: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
 
 
 def begun_for(token: str) -> int | None:
@@ -327,7 +327,7 @@ class Reductions:
         self,
         group: Any,
         workers: Collection[str],
-        turns: Turns,
+        turns: Collectives,
         *,
         averages: bool,
         reducer: Reducer | None = None,

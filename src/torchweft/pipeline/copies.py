@@ -19,7 +19,7 @@ Tie = tuple[tuple[int, str], ...]
 """A weight of several stages: the number of each stage and the weight's name there."""
 
 
-class Member(NamedTuple):
+class CopyHolder(NamedTuple):
     """A worker's part of a group of copies.
 
     Attributes:
@@ -33,7 +33,7 @@ class Member(NamedTuple):
     names: tuple[str, ...] | None
 
 
-class Copies(NamedTuple):
+class WeightCopies(NamedTuple):
     """All groups of copies in a pipeline.
 
     Attributes:
@@ -41,14 +41,14 @@ class Copies(NamedTuple):
         tied: By stage, the names of its tied weights.
     """
 
-    groups: tuple[tuple[Member, ...], ...]
+    groups: tuple[tuple[CopyHolder, ...], ...]
     tied: Mapping[int, frozenset[str]]
 
     def workers(self, group: int) -> tuple[int, ...]:
         """Returns the workers of a group, each once."""
         return tuple(dict.fromkeys(member.worker for member in self.groups[group]))
 
-    def weights(self, member: Member, module: nn.Module) -> list[Tensor]:
+    def weights(self, member: CopyHolder, module: nn.Module) -> list[Tensor]:
         """Returns a member's weights, in the same order for all members of its group."""
         if member.names is not None:
             return [module.get_parameter(name) for name in member.names]
@@ -67,7 +67,7 @@ class Copies(NamedTuple):
         return True
 
 
-def find_copies(table: Table, ties: Iterable[Tie]) -> Copies:
+def find_copies(table: Table, ties: Iterable[Tie]) -> WeightCopies:
     """Returns the groups of copies in a pipeline.
 
     Raises:
@@ -77,7 +77,7 @@ def find_copies(table: Table, ties: Iterable[Tie]) -> Copies:
         stage: [worker for worker in range(len(table.rows)) if stage in table.stages_of(worker)]
         for stage in range(table.n_stages)
     }
-    groups: list[tuple[Member, ...]] = []
+    groups: list[tuple[CopyHolder, ...]] = []
     tied: dict[int, set[str]] = {}
     for tie in ties:
         if len(tie) < 2:
@@ -91,13 +91,15 @@ def find_copies(table: Table, ties: Iterable[Tie]) -> Copies:
             tied.setdefault(stage, set()).add(name)
         groups.append(
             tuple(
-                Member(worker, stage, (name,)) for stage, name in tie for worker in holders[stage]
+                CopyHolder(worker, stage, (name,))
+                for stage, name in tie
+                for worker in holders[stage]
             )
         )
     for stage, workers in holders.items():
         if len(workers) > 1:
-            groups.append(tuple(Member(worker, stage, None) for worker in workers))
-    return Copies(tuple(groups), {stage: frozenset(names) for stage, names in tied.items()})
+            groups.append(tuple(CopyHolder(worker, stage, None) for worker in workers))
+    return WeightCopies(tuple(groups), {stage: frozenset(names) for stage, names in tied.items()})
 
 
 def separated(

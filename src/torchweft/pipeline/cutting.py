@@ -28,8 +28,8 @@ from torchweft.pipeline.partition.costs import aligned, bytes_text
 from torchweft.pipeline.schedules import Table
 from torchweft.pipeline.stage import StageRun
 from torchweft.pipeline.step import cut_batch
-from torchweft.pipeline.tracing import Part
-from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe, pick
+from torchweft.pipeline.tracing import TracedStage
+from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe, describe_packets, pick
 
 StageSource = nn.Module | Callable[[], nn.Module]
 """A stage: a module, which is copied to its worker, or a function that makes it there."""
@@ -267,7 +267,7 @@ def _parts_text(source: StageSource) -> str:
         return f"{getattr(source, '__qualname__', type(source).__name__)}()"
     if isinstance(source, nn.Sequential):
         return ", ".join(source._modules)
-    if isinstance(source, Part):
+    if isinstance(source, TracedStage):
         return ", ".join(source.part_names) or "(no module)"
     return type(source).__name__
 
@@ -442,15 +442,8 @@ def _run(run: StageRun, given: Mapping[int, Packet]) -> dict[int, Packet] | None
     except Exception as error:
         if _NO_NUMPY in str(error):
             return None
+        taken = describe_packets(given)
         raise StageMismatch(
-            f"stage {run.stage} cannot take {_shown(given)}: {type(error).__name__}: {error}",
+            f"stage {run.stage} cannot take {taken}: {type(error).__name__}: {error}",
             stage=run.stage,
         ) from error
-
-
-def _shown(given: Mapping[int, Packet]) -> str:
-    return " and ".join(
-        f"{', '.join(map(describe, packet.leaves))} from "
-        f"{'the batch' if source == BATCH else f'stage {source}'}"
-        for source, packet in given.items()
-    )

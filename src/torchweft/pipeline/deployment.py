@@ -14,13 +14,13 @@ from torchweft.arguments import check_workers, wrong_type
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.extending import this_worker
 from torchweft.free_threading import shared_count
-from torchweft.pipeline.copies import Copies, find_copies
+from torchweft.pipeline.copies import WeightCopies, find_copies
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.host import Form, Host, set_up
 from torchweft.pipeline.minibatches import check_endless, check_updates, short_table
 from torchweft.pipeline.runner import Assignment, Settings
 from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
-from torchweft.pipeline.step import END_S, Steps, cancel
+from torchweft.pipeline.step import END_S, StepDriver, cancel
 from torchweft.rpc import Future, RRef, get_worker_info, on, rpc_async
 
 _numbers = shared_count(1)
@@ -33,42 +33,34 @@ class Schedules(Protocol):
         """Returns the table."""
 
 
-class Layout(NamedTuple):
-    """Which worker is to hold which stages; made before any worker is called.
+def lay_out(
+    workers: Sequence[str], schedule: Schedules
+) -> tuple[tuple[str, ...], Table, SchedulePipeDream | None]:
+    """Decides which worker holds which stages; calls no worker.
 
-    Attributes:
-        workers: The names of the workers, by row.
-        table: The table; of an asynchronous schedule a short one.
-        endless: The schedule, if it is asynchronous.
+    Returns:
+        The names of the workers, by row; the table, of an asynchronous schedule a short one; and
+        the schedule, if it is asynchronous.
+
+    Raises:
+        ArgumentTypeError: One of them is of a wrong type.
+        ConfigurationError: A worker is named twice, or the schedule cannot have their number.
     """
-
-    workers: tuple[str, ...]
-    table: Table
-    endless: SchedulePipeDream | None
-
-    @classmethod
-    def of(cls, workers: Sequence[str], schedule: Schedules) -> Layout:
-        """Returns the layout of a schedule on workers.
-
-        Raises:
-            ArgumentTypeError: One of them is of a wrong type.
-            ConfigurationError: A worker is named twice, or the schedule cannot have their number.
-        """
-        check_workers(workers, "workers")
-        if isinstance(schedule, type) or not callable(getattr(schedule, "table", None)):
-            shown = schedule.__name__ if isinstance(schedule, type) else "Schedule1F1B"
-            raise wrong_type("schedule", schedule, f"pass a schedule, such as {shown}(8)")
-        names = tuple(workers)
-        if len(set(names)) != len(names) or not names:
-            raise ConfigurationError(
-                f"workers is {list(workers)}; name each worker of the pipeline once"
-            )
-        if isinstance(schedule, SchedulePipeDream):
-            return cls(names, short_table(schedule, len(names)), schedule)
-        return cls(names, schedule.table(len(names)), None)
+    check_workers(workers, "workers")
+    if isinstance(schedule, type) or not callable(getattr(schedule, "table", None)):
+        shown = schedule.__name__ if isinstance(schedule, type) else "Schedule1F1B"
+        raise wrong_type("schedule", schedule, f"pass a schedule, such as {shown}(8)")
+    names = tuple(workers)
+    if len(set(names)) != len(names) or not names:
+        raise ConfigurationError(
+            f"workers is {list(workers)}; name each worker of the pipeline once"
+        )
+    if isinstance(schedule, SchedulePipeDream):
+        return names, short_table(schedule, len(names)), schedule
+    return names, schedule.table(len(names)), None
 
 
-class Held(NamedTuple):
+class Holders(NamedTuple):
     """The holders of one name.
 
     Attributes:
@@ -84,12 +76,14 @@ class Deployment:
     """The stages of one pipeline on their workers. Not thread-safe.
 
     Args:
-        layout: Which worker is to hold which stages.
+        workers: The names of the workers, by row.
+        table: The table; of an asynchronous schedule a short one.
+        endless: The schedule, if it is asynchronous.
         stages: The stages.
         settings: The settings.
 
     Raises:
-        ConfigurationError: The stages do not fit the layout.
+        ConfigurationError: The stages do not fit the table.
         UnknownWorker: There is no such worker.
         PipelineError: A stage could not be made.
 
@@ -99,9 +93,15 @@ class Deployment:
         steps: Runs steps on them.
     """
 
-    def __init__(self, layout: Layout, stages: Stages, settings: Settings) -> None:
-        self.workers, self.table, self.endless = layout
-        self.stages = stages
+    def __init__(
+        self,
+        workers: tuple[str, ...],
+        table: Table,
+        endless: SchedulePipeDream | None,
+        stages: Stages,
+        settings: Settings,
+    ) -> None:
+        self.workers, self.table, self.endless, self.stages = workers, table, endless, stages
         check_updates(self.table, bool(self.endless), settings.maker)
         check(self.table, stages.wiring.edges)
         if self.endless:
@@ -109,7 +109,7 @@ class Deployment:
         self.infos = [get_worker_info(name) for name in self.workers]
         self._settings = settings
         self.hosts: list[RRef[Host]] = []
-        self.steps = Steps(self.hosts, self.table, stages.wiring)
+        self.steps = StepDriver(self.hosts, self.table, stages.wiring)
         try:
             self._set_up()
         except BaseException:
@@ -125,7 +125,7 @@ class Deployment:
         if self._settings.maker is not None:
             self.call_all(Host.make_optimizer, self._settings.maker, {})
 
-    def _place(self, row: int, number: int, copies: Copies) -> Future[RRef[Host]]:
+    def _place(self, row: int, number: int, copies: WeightCopies) -> Future[RRef[Host]]:
         """Has a worker make its stages, and the thread that runs them."""
         info, settings = self.infos[row], self._settings
         sources = {stage: self.stages.sources[stage] for stage in self.table.stages_of(row)}
@@ -146,7 +146,7 @@ class Deployment:
         )
         return rpc_async(info, set_up, args=(assignment,), timeout=settings.answer_s)
 
-    def _equalize(self, copies: Copies) -> None:
+    def _equalize(self, copies: WeightCopies) -> None:
         """Gives all copies of a weight the value of the first, where each worker made its own."""
         for number, members in enumerate(copies.groups):
             made = [self.stages.sources[member.stage] for member in members]
@@ -199,12 +199,12 @@ class Deployment:
             found |= own | found
         return found
 
-    def _held(self) -> dict[str, Held]:
+    def _held(self) -> dict[str, Holders]:
         """Returns the names of all weights, buffers and further state, with their holders."""
-        found: dict[str, Held] = {}
+        found: dict[str, Holders] = {}
         for row, its in enumerate(self.call_all(Host.forms)):
             for stage, name, form in its:
-                found.setdefault(name, Held(form, [])).places.append((row, stage))
+                found.setdefault(name, Holders(form, [])).places.append((row, stage))
         return found
 
     def forms(self) -> dict[str, Form]:

@@ -85,7 +85,7 @@ class Usage(NamedTuple):
 
 
 @dataclass
-class _Progress:
+class _SavedShape:
     """That part of a snapshot which says how the layers are to be cut.
 
     Attributes:
@@ -369,10 +369,10 @@ class ElasticPipe(Closing):
         keep: int | None = None,
     ) -> Snapshot:
         """Saves a snapshot; see ``Pipe.save``. Results of frozen layers are not in it."""
-        own = _Progress(self.shape.n_frozen, self._epoch)
+        own = _SavedShape(self.shape.n_frozen, self._epoch)
         return self.pipe.save(directory, step=step, state=self._tree(own, state), keep=keep)
 
-    def _tree(self, own: _Progress, state: dict[str, Any] | None) -> dict[str, Any]:
+    def _tree(self, own: _SavedShape, state: dict[str, Any] | None) -> dict[str, Any]:
         return {"elastic": own, "user": {} if state is None else state}
 
     def resume(
@@ -403,7 +403,7 @@ class ElasticPipe(Closing):
             SnapshotNotFound: There is none.
             StateMismatch: It is of another model.
         """
-        own = _Progress(0, 0)
+        own = _SavedShape(0, 0)
         part = {"program": {"elastic": own}}
         restore_part(directory, part, step=step, strict=False, random_states=False)
         workers = _not_lost(self._workers)

@@ -20,7 +20,7 @@ from torchweft.pipeline.stage import Leaves, StageRun
 from torchweft.pipeline.wiring import BATCH, Packet, describe
 
 
-class Found(NamedTuple):
+class BadElements(NamedTuple):
     """How many elements of a tensor are not finite."""
 
     n_nan: int
@@ -33,7 +33,7 @@ class Found(NamedTuple):
         return f"{self.n_nan} NaN and {self.n_infinite} infinite of {total} elements ({shown})"
 
 
-def not_finite(values: Sequence[Any], strict: int = -1) -> Found | None:
+def not_finite(values: Sequence[Any], strict: int = -1) -> BadElements | None:
     """Returns the first tensor that has elements which are not finite.
 
     Args:
@@ -47,7 +47,7 @@ def not_finite(values: Sequence[Any], strict: int = -1) -> Found | None:
         n_bad = int((~torch.isfinite(elements)).sum())
         n_nan = int(torch.isnan(elements).sum()) if n_bad else 0
         if n_nan or (n_bad and strict >> place & 1):
-            return Found(n_nan, n_bad - n_nan, value)
+            return BadElements(n_nan, n_bad - n_nan, value)
     return None
 
 
@@ -107,7 +107,7 @@ class CheckedStage(StageRun):
             raise self._of_forward("output" if inside else "loss", inside or found)
         return output, loss
 
-    def _of_forward(self, value: str, found: Found) -> NotFinite:
+    def _of_forward(self, value: str, found: BadElements) -> NotFinite:
         """Returns the error of a forward: that of its inputs or weights, if they are not finite."""
         result = f"the {value} of stage {self.stage}"
         for source, packet in self._packets.items():
@@ -163,7 +163,7 @@ class CheckedStage(StageRun):
     def _error(
         self,
         value: str,
-        found: Found,
+        found: BadElements,
         source: int | None = None,
         *,
         action: str = "forward",

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchweft.errors import ConfigurationError
 from torchweft.optim.states import Options, changed_options, copied_options
 
 
@@ -33,7 +32,7 @@ class Weight(NamedTuple):
     dtype: str
 
 
-class Group(NamedTuple):
+class PipeGroup(NamedTuple):
     """A parameter group: its hyper-parameters, and its weights."""
 
     options: Options
@@ -45,7 +44,7 @@ class Group(NamedTuple):
         return [each.name for each in self.weights]
 
 
-class Made(NamedTuple):
+class WorkerOptimizer(NamedTuple):
     """The optimizer that one worker has made of its weights.
 
     Attributes:
@@ -56,29 +55,29 @@ class Made(NamedTuple):
 
     classes: list[str]
     defaults: Options
-    groups: list[Group]
+    groups: list[PipeGroup]
 
 
-def joined(parts: Iterable[Sequence[Group]]) -> list[Group]:
+def joined(parts: Iterable[Sequence[PipeGroup]]) -> list[PipeGroup]:
     """Returns the groups of all workers as those of the pipeline, with the weights in order.
 
     Args:
         parts: The groups of each worker, in the order of the table's rows.
     """
-    found: list[Group] = []
+    found: list[PipeGroup] = []
     for groups in parts:
         last = -1
         for place, group in enumerate(groups):
             at = _place_of(group, found, last)
             if at is None:
                 at = last + 1 if _follow(groups[place + 1 :], found, last) else len(found)
-                found.insert(at, Group(copied_options(group.options), []))
+                found.insert(at, PipeGroup(copied_options(group.options), []))
             found[at].weights.extend(group.weights)
             last = at
     return [_in_order(each) for each in found]
 
 
-def _place_of(group: Group, found: Sequence[Group], last: int) -> int | None:
+def _place_of(group: PipeGroup, found: Sequence[PipeGroup], last: int) -> int | None:
     """Returns which of the groups after the last one a worker's group is a part of, if any."""
     names = set(group.names)
     for place, each in enumerate(found):
@@ -90,13 +89,13 @@ def _place_of(group: Group, found: Sequence[Group], last: int) -> int | None:
     return None
 
 
-def _follow(groups: Sequence[Group], found: Sequence[Group], last: int) -> bool:
+def _follow(groups: Sequence[PipeGroup], found: Sequence[PipeGroup], last: int) -> bool:
     return any(_place_of(each, found, last) is not None for each in groups)
 
 
 def rejoined(
-    parts: Iterable[Sequence[Group]], groups: Sequence[Group], made: Sequence[Options]
-) -> list[Group]:
+    parts: Iterable[Sequence[PipeGroup]], groups: Sequence[PipeGroup], made: Sequence[Options]
+) -> list[PipeGroup]:
     """Returns the groups of the pipeline after its weights have moved to other workers.
 
     Each weight stays in its group, which keeps its hyper-parameters. A weight that is trained anew
@@ -109,7 +108,7 @@ def rejoined(
         made: The hyper-parameters with which these were made.
     """
     number_of = {name: number for number, group in enumerate(groups) for name in group.names}
-    found = [Group(group.options, []) for group in groups]
+    found = [PipeGroup(group.options, []) for group in groups]
     for group in joined(parts):
         numbers = [number_of[name] for name in group.names if name in number_of]
         alike = [place for place, each in enumerate(made) if is_same(each, group.options)]
@@ -117,15 +116,15 @@ def rejoined(
         for weight in group.weights:
             number = number_of.get(weight.name, others)
             if number == len(found):
-                found.append(Group(copied_options(group.options), []))
+                found.append(PipeGroup(copied_options(group.options), []))
             found[number].weights.append(weight)
     return [_in_order(each) for each in found]
 
 
-def _in_order(group: Group) -> Group:
+def _in_order(group: PipeGroup) -> PipeGroup:
     """Returns a group with its weights in the order of the model, each once."""
     once = {each.name: each for each in sorted(group.weights, reverse=True)}
-    return Group(group.options, sorted(once.values()))
+    return PipeGroup(group.options, sorted(once.values()))
 
 
 def is_same(first: Options, second: Options) -> bool:
@@ -136,12 +135,12 @@ def is_same(first: Options, second: Options) -> bool:
 # Saved groups
 
 
-def saved_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def saved_groups(groups: Sequence[PipeGroup]) -> list[dict[str, Any]]:
     """Returns groups as plain data: hyper-parameters, and names of weights as ``params``."""
     return [{**copied_options(each.options), "params": each.names} for each in groups]
 
 
-def differences(saved: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> Iterator[str]:
+def differences(saved: Sequence[Mapping[str, Any]], groups: Sequence[PipeGroup]) -> Iterator[str]:
     """Yields the differences because of which saved groups cannot be those of a pipeline."""
     if len(saved) != len(groups):
         yield f"{len(saved)} parameter groups there and {len(groups)} here"
@@ -155,22 +154,14 @@ def differences(saved: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> 
         yield "a weight that is in two groups"
 
 
-def restored_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> list[Group]:
-    """Returns saved groups, with the weights that the pipeline has now.
-
-    Raises:
-        ConfigurationError: They do not fit; names the differences.
-    """
-    found = list(differences(saved, groups))
-    if found:
-        raise ConfigurationError(
-            f"the optimizer's state is of another pipeline: {'; '.join(found)}; load what the "
-            "state_dict() of an optimizer of the same model returned"
-        )
+def restored_groups(
+    saved: Sequence[Mapping[str, Any]], groups: Sequence[PipeGroup]
+) -> list[PipeGroup]:
+    """Returns saved groups, which have no ``differences``, with the weights of the pipeline."""
     weights = {each.name: each for group in groups for each in group.weights}
     return [
         _in_order(
-            Group(
+            PipeGroup(
                 copied_options({key: value for key, value in group.items() if key != "params"}),
                 [weights[name] for name in group["params"]],
             )

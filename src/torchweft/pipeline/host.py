@@ -22,10 +22,10 @@ from torchweft.extending import OrderedFuture, device_mark, served_call
 from torchweft.optim import states
 from torchweft.optim.clipping import norm, on_host
 from torchweft.optim.states import Options, copied_options
-from torchweft.pipeline.groups import Group, Made, Weight
+from torchweft.pipeline.groups import PipeGroup, Weight, WorkerOptimizer
 from torchweft.pipeline.recording import Notes, WorkerNotes
-from torchweft.pipeline.runner import START, Assignment, Runner, Start
-from torchweft.pipeline.streaming import ENTER, Entry, Reports, StreamRunner
+from torchweft.pipeline.runner import START, Assignment, Runner, StartCommand
+from torchweft.pipeline.streaming import ENTER, EnteringMinibatch, LossQueue, StreamRunner
 from torchweft.probe import clock_id
 from torchweft.rpc import RRef, functions
 
@@ -100,13 +100,13 @@ class Host:
         zero_grad: bool | None,
         inputs: Inputs,
         targets: Mapping[int, Any],
-        reports: RRef[Reports] | None = None,
+        reports: RRef[LossQueue] | None = None,
     ) -> torch.futures.Future[Any]:
         """Runs the worker's row once; answered when it is done."""
         done: OrderedFuture[Any] = OrderedFuture()
         here = device_mark(), served_call()
         given = (step, is_training, zero_grad, inputs, targets, reports, done, *here)
-        self._running.put(step, START, Start(*given))
+        self._running.put(step, START, StartCommand(*given))
         return done
 
     def abort(self, step: int) -> None:
@@ -123,12 +123,12 @@ class Host:
             inputs: What this worker's stages take of it.
             targets: Its target, if this worker runs the last stage for it.
         """
-        entry = Entry(True, inputs, targets, device_mark())
+        entry = EnteringMinibatch(True, inputs, targets, device_mark())
         self._running.put(run, (ENTER, 0, 0, minibatch), entry)
 
     def finish(self, run: int, n_minibatches: int) -> None:
         """Says that no more minibatches will enter."""
-        self._running.put(run, (ENTER, 0, 0, n_minibatches), Entry(False, {}, {}))
+        self._running.put(run, (ENTER, 0, 0, n_minibatches), EnteringMinibatch(False, {}, {}))
 
     # Modes and measurements
 
@@ -268,7 +268,9 @@ class Host:
 
     # The optimizer
 
-    def make_optimizer(self, make: Callable[..., Optimizer], options: Options) -> Made | None:
+    def make_optimizer(
+        self, make: Callable[..., Optimizer], options: Options
+    ) -> WorkerOptimizer | None:
         """Makes the optimizer of the weights; returns None if there are no weights.
 
         Raises:
@@ -297,9 +299,9 @@ class Host:
         for group in optimizer.param_groups:
             _check_known(group["params"], found)
             described = [each for weight in group["params"] for each in found[weight]]
-            groups.append(Group(_options(group), described))
+            groups.append(PipeGroup(_options(group), described))
         runner.optimizer, self._group_numbers = optimizer, list(range(len(groups)))
-        return Made(states.lineage(kind), copied_options(optimizer.defaults), groups)
+        return WorkerOptimizer(states.lineage(kind), copied_options(optimizer.defaults), groups)
 
     def _described(self) -> dict[Tensor, list[Weight]]:
         """Returns each weight with its descriptions: one for each of its names."""

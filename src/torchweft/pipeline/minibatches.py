@@ -27,7 +27,7 @@ from torchweft.pipeline.host import Host
 from torchweft.pipeline.runner import OptimizerMaker
 from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
 from torchweft.pipeline.step import END_S, blame, check_untrained, uncut
-from torchweft.pipeline.streaming import Report, Reports
+from torchweft.pipeline.streaming import LossQueue, LossReport
 from torchweft.pipeline.wiring import BATCH, Wiring, pick
 from torchweft.rpc import RRef, on
 
@@ -93,7 +93,7 @@ class _Ended(NamedTuple):
     error: Exception | None
 
 
-class Run:
+class AsynchronousRun:
     """The calls of one run, and its events. Not thread-safe.
 
     Args:
@@ -118,7 +118,7 @@ class Run:
         self._limit_s = limit_s
         self._seats = [table.replicas(stage) for stage in range(table.n_stages)]
         self._inputs = [stage for stage in range(table.n_stages) if wiring.taken(stage, BATCH)]
-        reports = Reports()
+        reports = LossQueue()
         self._events = reports.events
         self._reports = RRef(reports)
         self._running: set[int] = set()
@@ -193,7 +193,7 @@ class Run:
             WorkerLost: A worker was lost.
         """
         event = self._next_event()
-        if isinstance(event, Report):
+        if isinstance(event, LossReport):
             use_after(event.mark, event.loss)
             self._losses[event.minibatch] = event.loss
             return

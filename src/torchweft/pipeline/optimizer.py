@@ -12,7 +12,7 @@ from torchweft.optim import states
 from torchweft.optim.states import Options, changed_options, check_members, copied_options
 from torchweft.pipeline import groups as grouping
 from torchweft.pipeline.deployment import Deployment
-from torchweft.pipeline.groups import Group, Made, Weight
+from torchweft.pipeline.groups import PipeGroup, Weight, WorkerOptimizer
 from torchweft.pipeline.host import Host
 from torchweft.pipeline.step import Dropping
 
@@ -87,19 +87,19 @@ class PipeOptimizer(states.Unscalable, Optimizer):
         self.classes: list[str] = [] if first is None else first.classes
         if first is not None:
             self.defaults.update(first.defaults)
-        self._groups: list[Group] = []
+        self._groups: list[PipeGroup] = []
         self._members: list[tuple[PipeWeight, ...]] = []
         self._told: list[Options] = []
-        found = grouping.joined(_parts(made)) or [Group({}, [])]
+        found = grouping.joined(_parts(made)) or [PipeGroup({}, [])]
         self._made = [copied_options(each.options) for each in found]
         self._arrange(deployment(), found)
         self.adopt(found)
 
-    def _make(self, deployment: Deployment) -> list[Made | None]:
+    def _make(self, deployment: Deployment) -> list[WorkerOptimizer | None]:
         """Makes the optimizers of all workers; returns their groups."""
         return deployment.call_all(Host.make_optimizer, *self._recipe)
 
-    def _arrange(self, deployment: Deployment, found: Sequence[Group]) -> None:
+    def _arrange(self, deployment: Deployment, found: Sequence[PipeGroup]) -> None:
         deployment.call_all(Host.arrange, _as_arranged(found))
 
     def replace(self) -> None:
@@ -114,13 +114,13 @@ class PipeOptimizer(states.Unscalable, Optimizer):
             )
         return self._deployment()
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[PipeGroup]:
         """Returns the present groups."""
         check_members([group["params"] for group in self.param_groups], self._members)
         pairs = zip(self.param_groups, self._groups, strict=True)
-        return [Group(_without_weights(group), known.weights) for group, known in pairs]
+        return [PipeGroup(_without_weights(group), known.weights) for group, known in pairs]
 
-    def follow(self) -> list[Group]:
+    def follow(self) -> list[PipeGroup]:
         """Takes over hyper-parameters that the workers' optimizers changed; returns the groups.
 
         Some classes count steps in their groups, or estimate a learning rate there.
@@ -150,13 +150,13 @@ class PipeOptimizer(states.Unscalable, Optimizer):
 
     # Moves
 
-    def move(self, deployment: Deployment) -> list[Group]:
+    def move(self, deployment: Deployment) -> list[PipeGroup]:
         """Makes the optimizers of other workers; returns the groups, which ``adopt`` takes over."""
         found = grouping.rejoined(_parts(self._make(deployment)), self.groups(), self._made)
         self._arrange(deployment, found)
         return found
 
-    def adopt(self, found: Sequence[Group]) -> None:
+    def adopt(self, found: Sequence[PipeGroup]) -> None:
         """Takes over groups, which the workers have already."""
         for group in found[len(self._made) :]:
             self._made.append(copied_options(group.options))
@@ -170,7 +170,7 @@ class PipeOptimizer(states.Unscalable, Optimizer):
             shown.update({"params": [PipeWeight(each) for each in group.weights]}, **options)
         self._members = [tuple(shown["params"]) for shown in self.param_groups]
 
-    def restore(self, deployment: Deployment, found: Sequence[Group]) -> None:
+    def restore(self, deployment: Deployment, found: Sequence[PipeGroup]) -> None:
         """Takes over groups, and tells the workers."""
         self._arrange(deployment, found)
         self.adopt(found)
@@ -289,7 +289,7 @@ class PipeOptimizer(states.Unscalable, Optimizer):
         state_dict: Mapping[str, Any],
         saved: Sequence[Mapping[str, Any]],
         state: Mapping[str, Any],
-        present: Sequence[Group],
+        present: Sequence[PipeGroup],
     ) -> list[str]:
         problems = []
         classes = list(state_dict.get("classes", ()))
@@ -330,7 +330,7 @@ class SavedGroups:
         groups: The groups.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[PipeGroup]) -> None:
         self.groups = list(groups)
 
     def state_dict(self) -> dict[str, Any]:
@@ -347,11 +347,11 @@ class SavedGroups:
         self.groups = grouping.restored_groups(state["groups"], self.groups)
 
 
-def _parts(made: Iterable[Made | None]) -> list[list[Group]]:
+def _parts(made: Iterable[WorkerOptimizer | None]) -> list[list[PipeGroup]]:
     return [each.groups for each in made if each is not None]
 
 
-def _as_arranged(found: Iterable[Group]) -> list[tuple[Options, list[str]]]:
+def _as_arranged(found: Iterable[PipeGroup]) -> list[tuple[Options, list[str]]]:
     return [(each.options, each.names) for each in found]
 
 

@@ -21,10 +21,10 @@ from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
 from torchweft.optim.states import Moved
 from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.cutting import Stages, StageSource, check_stages, stages_of
-from torchweft.pipeline.deployment import Deployment, Layout, Schedules, check_same
-from torchweft.pipeline.groups import Group
+from torchweft.pipeline.deployment import Deployment, Schedules, check_same, lay_out
+from torchweft.pipeline.groups import PipeGroup
 from torchweft.pipeline.host import Form, Host
-from torchweft.pipeline.minibatches import Run, iterator_of
+from torchweft.pipeline.minibatches import AsynchronousRun, iterator_of
 from torchweft.pipeline.optimizer import PipeOptimizer, SavedGroups
 from torchweft.pipeline.recording import Recording, WorkerNotes
 from torchweft.pipeline.runner import WAIT_S, OptimizerMaker, Settings
@@ -150,11 +150,11 @@ class Pipe(Closing):
         ties: Iterable[Tie],
         example: Any,
     ) -> Deployment:
-        layout = Layout.of(workers, schedule)
-        found = stages_of(stages, layout.table.n_stages, wiring, ties)
+        names, table, endless = lay_out(workers, schedule)
+        found = stages_of(stages, table.n_stages, wiring, ties)
         if example is not None:
-            check_stages(found, example, layout.table.n_microbatches)
-        deployment = Deployment(layout, found, self._settings)
+            check_stages(found, example, table.n_microbatches)
+        deployment = Deployment(names, table, endless, found, self._settings)
         modules = [each for each in found.sources if isinstance(each, nn.Module)]
         weights = [weight for each in modules for weight in each.parameters()]
         self._moved.add(weights)
@@ -261,7 +261,7 @@ class Pipe(Closing):
         self._is_running = True
         wiring, limit_s = self.stages.wiring, self._settings.limit_s
         hosts = placed.steps.open_hosts()
-        run = Run(placed.steps.number, hosts, self.table, wiring, limit_s)
+        run = AsynchronousRun(placed.steps.number, hosts, self.table, wiring, limit_s)
         try:
             yield from run.losses(source)
         finally:
@@ -440,16 +440,13 @@ class Pipe(Closing):
                 another model, or they do not fit the schedule.
             WorkerLost: A worker was lost.
         """
-        old, schedule = self._deployment, schedule or self._schedule
         if self._optimizer is not None:
             self._optimizer.follow()
-        new = self._replacement(stages, workers or old.workers, schedule, wiring, ties, example)
-        with self._placed(new) as groups:
+        old, workers = self._deployment, workers or self.workers
+        with self._replaced(stages, workers, schedule, wiring, ties, example) as (new, groups):
             new.move_from(old)
-        self._deployment, self._schedule = new, schedule
         if self._optimizer is not None and groups is not None:
             self._optimizer.adopt(groups)
-        old.close()
 
     def resume(
         self,
@@ -484,34 +481,36 @@ class Pipe(Closing):
             StateMismatch: It is of another model.
             WorkerLost: Another worker was lost.
         """
-        old, schedule = self._deployment, schedule or self._schedule
-        new = self._replacement(stages, workers, schedule, wiring, ties, None)
-        with self._placed(new) as groups:
-            snapshot = self._restored(new, directory, state, step, groups)
-        self._deployment, self._schedule = new, schedule
-        old.close()
-        return snapshot
+        with self._replaced(stages, workers, schedule, wiring, ties, None) as (new, groups):
+            return self._restored(new, directory, state, step, groups)
 
-    def _replacement(self, *given: Any) -> Deployment:
+    @contextlib.contextmanager
+    def _replaced(
+        self,
+        stages: nn.Sequential | Stages | Sequence[StageSource],
+        workers: Sequence[str],
+        schedule: Schedules | None,
+        *given: Any,
+    ) -> Iterator[tuple[Deployment, list[PipeGroup] | None]]:
+        """Yields other stages, and the groups of the optimizer there, to be given their state.
+
+        They then take the place of the present stages, unless that fails.
+        """
         self._check_idle()
         if self._is_recorded:
             raise ConfigurationError("the pipeline is recorded; leave that block first")
-        return self._deploy(*given)
-
-    @contextlib.contextmanager
-    def _placed(self, new: Deployment) -> Iterator[list[Group] | None]:
-        """Prepares stages that are to take the place of the present ones; closes them on errors.
-
-        Yields the optimizer's groups there.
-        """
+        old, schedule = self._deployment, schedule or self._schedule
+        new = self._deploy(stages, workers, schedule, *given)
         try:
             groups = None if self._optimizer is None else self._optimizer.move(new)
             if self._mode is not None:
                 new.call_all(Host.set_mode, self._mode)
-            yield groups
+            yield new, groups
         except BaseException:
             new.close()
             raise
+        self._deployment, self._schedule = new, schedule
+        old.close()
 
     def save(
         self,
@@ -573,7 +572,7 @@ class Pipe(Closing):
         directory: str | os.PathLike[str],
         state: dict[str, Any] | None,
         step: int | None,
-        groups: list[Group] | None,
+        groups: list[PipeGroup] | None,
     ) -> snapshots.Snapshot:
         tree, saved = _tree(deployment, groups, state)
         snapshot = snapshots.restore(directory, tree, step=step)
@@ -653,7 +652,7 @@ class Pipe(Closing):
 
 
 def _tree(
-    deployment: Deployment, groups: list[Group] | None, state: dict[str, Any] | None
+    deployment: Deployment, groups: list[PipeGroup] | None, state: dict[str, Any] | None
 ) -> tuple[dict[str, Any], SavedGroups]:
     """Returns all that a snapshot holds; and of that, the optimizer's groups.
 

@@ -19,10 +19,10 @@ from torchweft.pipeline.errors import CutError
 from torchweft.pipeline.partition import Profile
 from torchweft.pipeline.tracing import (
     INPUT,
+    ModelTrace,
     Operation,
-    Part,
-    State,
-    Trace,
+    StateName,
+    TracedStage,
     Value,
     mapped,
     trace,
@@ -189,7 +189,7 @@ def _is_input(value: Any) -> bool:
 # Where the cuts are
 
 
-def _names(value: Any, kind: type[Value] | type[State] = Value) -> list[str]:
+def _names(value: Any, kind: type[Value] | type[StateName] = Value) -> list[str]:
     """Returns the names of the values, or of the weights and buffers, in an argument, each once."""
     found: dict[str, None] = {}
 
@@ -224,7 +224,7 @@ def _is_look(step: Operation) -> bool:
 
 
 def _bounds(
-    found: Trace, steps: Sequence[Operation], points: Mapping[str, SplitPoint]
+    found: ModelTrace, steps: Sequence[Operation], points: Mapping[str, SplitPoint]
 ) -> list[str]:
     """Returns the name of the first step of each stage but the first.
 
@@ -351,7 +351,7 @@ def _assembled(
         if own[-1].kind == "output":
             *own, output = own
             result = output.args[0]
-        part = Part(taken, _operations(own, result), result, only_mode)
+        part = TracedStage(taken, _operations(own, result), result, only_mode)
         part.training = model.training
         _place_modules(model, part, own, result)
         parts.append(part)
@@ -369,12 +369,12 @@ def _taken(steps: Sequence[Operation]) -> list[str]:
 
 
 def _place_modules(
-    model: nn.Module, part: Part, steps: Sequence[Operation], result: object
+    model: nn.Module, part: TracedStage, steps: Sequence[Operation], result: object
 ) -> None:
     """Gives a part the submodules and weights that its steps use."""
     for name in sorted({str(step.target) for step in steps if step.kind == "module"}, key=len):
         part.place(name, model.get_submodule(name))
-    for name in _names([(step.args, step.kwargs) for step in steps] + [result], State):
+    for name in _names([(step.args, step.kwargs) for step in steps] + [result], StateName):
         _add_state(model, part, name)
 
 
@@ -390,19 +390,19 @@ def _operations(steps: Sequence[Operation], result: Any) -> list[Operation]:
     return operations[::-1]
 
 
-def _add_state(model: nn.Module, part: Part, name: str) -> None:
+def _add_state(model: nn.Module, part: TracedStage, name: str) -> None:
     owner_name, _, last = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     is_persistent = last not in owner._non_persistent_buffers_set
     part.place(name, getattr(owner, last), is_persistent=is_persistent)
 
 
-def _add_the_rest(model: nn.Module, parts: Sequence[Part]) -> None:
+def _add_the_rest(model: nn.Module, parts: Sequence[TracedStage]) -> None:
     """Adds weights and buffers that no operation names: other names of the same, and unused ones.
 
     With them the stages have all keys of the model's ``state_dict``.
     """
-    holders: dict[int, Part] = {}
+    holders: dict[int, TracedStage] = {}
     names: set[str] = set()
     for part in parts:
         for name, tensor in _all_states(part):

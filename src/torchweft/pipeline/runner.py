@@ -33,12 +33,12 @@ from torchweft.extending import (
     waiting,
     working_for,
 )
-from torchweft.pipeline.copies import Copies, added, separated
+from torchweft.pipeline.copies import WeightCopies, added, separated
 from torchweft.pipeline.finite import CheckedStage
 from torchweft.pipeline.recording import Notes
 from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream, Table
 from torchweft.pipeline.stage import Leaves, Objective, StageRun
-from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe
+from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe_packets
 from torchweft.rpc import RRef, on_worker_lost
 
 FORWARD, BACKWARD, COPIES = range(3)
@@ -116,7 +116,7 @@ class Assignment:
     table: Table
     wiring: Wiring
     stages: Mapping[int, Callable[[], nn.Module] | nn.Module]
-    copies: Copies
+    copies: WeightCopies
     driver: str
     has_names: bool
     endless: SchedulePipeDream | None
@@ -129,7 +129,7 @@ class Assignment:
         return self.table.n_microbatches if is_divided else 1
 
 
-class Start(NamedTuple):
+class StartCommand(NamedTuple):
     """A command: run the row once.
 
     Attributes:
@@ -400,7 +400,7 @@ class Runner:
             sender = self._peer_of(source, microbatch).name
         return stage, sender, f"{wanted} from stage {source}"
 
-    def _run(self, start: Start) -> None:
+    def _run(self, start: StartCommand) -> None:
         """Runs the row once and completes the future of the step."""
         self._step, self._at = start.step, None
         self._streams.renew()
@@ -428,7 +428,7 @@ class Runner:
             self._streams.publish()
             start.done.set_result(result)
 
-    def _fail(self, start: Start, error: Exception) -> None:
+    def _fail(self, start: StartCommand, error: Exception) -> None:
         self._step += 1  # Messages of this step that still come are dropped.
         for stage in self.stages.values():
             stage.reset()
@@ -440,7 +440,7 @@ class Runner:
             return error
         taken = ""
         if at.kind is Kind.FORWARD:
-            taken = f", given {_shown(self._packets_of_action)}"
+            taken = f", given {describe_packets(self._packets_of_action)}"
         failure = PipelineError(
             f"stage {at.stage} on worker {self.name!r} failed in the {_ACTIONS[at.kind]} of "
             f"{self.unit} {at.microbatch}{taken}: {type(error).__name__}: {error}",
@@ -451,7 +451,7 @@ class Runner:
         failure.__cause__ = error
         return failure.with_traceback(error.__traceback__)
 
-    def _train(self, start: Start) -> Tensor | None:
+    def _train(self, start: StartCommand) -> Tensor | None:
         if start.zero_grad is not None:
             self.zero_grad(start.zero_grad)
         earlier = self._set_copies_aside()
@@ -483,7 +483,7 @@ class Runner:
             return None
         return torch.stack([losses[each] for each in sorted(losses)]) / self.assignment.divisor
 
-    def _packets(self, stage: StageRun, microbatch: int, start: Start) -> dict[int, Packet]:
+    def _packets(self, stage: StageRun, microbatch: int, start: StartCommand) -> dict[int, Packet]:
         number = stage.stage
         packets = {
             source: self._take((FORWARD, number, source, microbatch)) for source in stage.sources
@@ -496,7 +496,7 @@ class Runner:
     def _forward(
         self,
         action: Action,
-        start: Start,
+        start: StartCommand,
         losses: dict[int, Tensor],
         weights: Leaves | None = None,
     ) -> None:
@@ -520,7 +520,7 @@ class Runner:
         for source, found in run(microbatch, gradients).items():
             self._deliver(BACKWARD, source, action.stage, microbatch, Packet(0, None, found))
 
-    def _infer(self, start: Start) -> list[tuple[int, Any]] | None:
+    def _infer(self, start: StartCommand) -> list[tuple[int, Any]] | None:
         """Runs the forwards of the row; returns the outputs of the last stage by micro-batch."""
         outputs: dict[int, Any] = {}
         for action in self._row:
@@ -622,11 +622,3 @@ _ACTIONS = {
     Kind.BACKWARD_WEIGHT: "backward to the weights",
     Kind.UPDATE: "update",
 }
-
-
-def _shown(packets: Mapping[int, Packet]) -> str:
-    return ", ".join(
-        f"{', '.join(map(describe, packet.leaves))} from "
-        f"{'the batch' if source == BATCH else f'stage {source}'}"
-        for source, packet in packets.items()
-    )

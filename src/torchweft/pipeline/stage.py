@@ -47,7 +47,7 @@ class _Rerun(NamedTuple):
     random_state: Tensor
 
 
-class _Held:
+class _Activations:
     """All that a stage holds of one micro-batch between its forward and its backward.
 
     Attributes:
@@ -127,7 +127,7 @@ class StageRun:
         self._is_spread = wiring.spreads and len(self._takes) == 1 and self._takes[0].key is None
         self._objective = objective
         self._checkpoints = checkpoints
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _Activations] = {}
         # A change of a value that other stages take, too, would be one that they do not see.
         self._may_change = all(wiring.consumers(each) == (stage,) for each in self.sources)
         self._changes_inputs: bool | None = None
@@ -172,7 +172,7 @@ class StageRun:
         Returns:
             The packets by consumer; and the loss, detached, in the last stage.
         """
-        held = self._held[microbatch] = _Held()
+        held = self._held[microbatch] = _Activations()
         held.inputs = {source: packet.require_grad() for source, packet in packets.items()}
         arguments = self._arguments(packets)
         rerun = None
@@ -325,7 +325,7 @@ class StageRun:
         """
 
     def _roots(
-        self, held: _Held, gradients: Mapping[int, Sequence[Tensor | None]]
+        self, held: _Activations, gradients: Mapping[int, Sequence[Tensor | None]]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the tensors at which a backward begins, and their gradients."""
         if held.rerun is not None:
@@ -345,7 +345,7 @@ class StageRun:
                     arrived.append(gradient)
         return roots, arrived
 
-    def _run_again(self, held: _Held, rerun: _Rerun) -> None:
+    def _run_again(self, held: _Activations, rerun: _Rerun) -> None:
         """Makes the graph of a forward that was run without."""
         held.rerun = None
         now = torch.get_rng_state()
@@ -365,7 +365,7 @@ class StageRun:
             held.sent[consumer] = make_packet(picked, may_need_grad=True)[1]
 
 
-def _consumers_of(held: _Held) -> list[int]:
+def _consumers_of(held: _Activations) -> list[int]:
     """Returns the consumers that were sent tensors which need a gradient."""
     return [consumer for consumer, sent in held.sent.items() if sent]
 

@@ -235,7 +235,7 @@ class Dropping:
 # The calls of a step
 
 
-class Steps:
+class StepDriver:
     """Has the workers of a pipeline run their rows. Not thread-safe.
 
     Args:

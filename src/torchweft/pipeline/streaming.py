@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from torchweft.extending import DeviceMark, device_mark, use_after
-from torchweft.pipeline.runner import Assignment, Runner, Start
+from torchweft.pipeline.runner import Assignment, Runner, StartCommand
 from torchweft.pipeline.schedules import Action, Kind
 from torchweft.pipeline.stage import Leaves
 from torchweft.rpc import RRef, on
@@ -119,7 +119,7 @@ def _leaf_of(weight: Tensor) -> Tensor:
     return leaf
 
 
-class Entry(NamedTuple):
+class EnteringMinibatch(NamedTuple):
     """A minibatch on its way to a worker, or the end of the minibatches.
 
     Attributes:
@@ -158,7 +158,7 @@ class StreamRunner(Runner):
         seats = self.assignment.table.replicas(stage)
         return self._peers[seats[microbatch % len(seats)]]
 
-    def _train(self, start: Start) -> None:
+    def _train(self, start: StartCommand) -> None:
         self._begin()
         try:
             self._run_parts(start)
@@ -176,7 +176,7 @@ class StreamRunner(Runner):
         if self.notes is not None:
             self.notes.begin_step()
 
-    def _run_parts(self, start: Start) -> None:
+    def _run_parts(self, start: StartCommand) -> None:
         schedule, me = self._schedule, self.assignment.worker
         n_workers = len(self.assignment.workers)
         minibatch = 0
@@ -195,15 +195,15 @@ class StreamRunner(Runner):
         if self.notes is not None and minibatch >= least:
             self.notes.end_step(self._step, self.peak_held, minibatch)
 
-    def _wait_for(self, minibatch: int) -> Entry:
+    def _wait_for(self, minibatch: int) -> EnteringMinibatch:
         """Waits until a minibatch enters, as long as the program takes; or until there is none."""
         self._at = None
         while not self._mail.empty():  # A worker with enough to do hears of the end as well.
             self._sort(*self._mail.get())
-        entry: Entry = self._take((ENTER, 0, 0, minibatch), math.inf)
+        entry: EnteringMinibatch = self._take((ENTER, 0, 0, minibatch), math.inf)
         return entry
 
-    def _act(self, action: Action, start: Start) -> None:
+    def _act(self, action: Action, start: StartCommand) -> None:
         self._end_update()
         self._at = action
         minibatch = action.microbatch
@@ -256,7 +256,7 @@ class StreamRunner(Runner):
             self.notes.end_action()
 
 
-class Report(NamedTuple):
+class LossReport(NamedTuple):
     """The loss of a minibatch, on its way to the driver's loop."""
 
     minibatch: int
@@ -264,7 +264,7 @@ class Report(NamedTuple):
     mark: DeviceMark | None
 
 
-class Reports:
+class LossQueue:
     """Takes the losses of a run to the loop that drives it; the driver makes it. Thread-safe."""
 
     def __init__(self) -> None:
@@ -273,12 +273,12 @@ class Reports:
     def put(self, minibatch: int, loss: Tensor) -> None:
         """Takes the loss of a minibatch; never blocks."""
         mark = device_mark()
-        self.events.put(Report(minibatch, loss, mark))
+        self.events.put(LossReport(minibatch, loss, mark))
 
 
-def _report(reports: RRef[Reports], minibatch: int, loss: Tensor) -> None:
+def _report(reports: RRef[LossQueue], minibatch: int, loss: Tensor) -> None:
     """Sends a loss to the driver; never waits."""
     if reports.is_owner():
         reports.local_value().put(minibatch, loss)
     else:
-        on(reports).rpc_async(Reports.put, minibatch, loss)
+        on(reports).rpc_async(LossQueue.put, minibatch, loss)

@@ -1,7 +1,7 @@
 """The operations of a model in their order: recorded with torch.fx, and run by the stages.
 
 Only modules with a cut inside are run for the record. All others are one operation each, so their
-code need not be traceable. A stage, a ``Part``, travels to its worker as plain data. It keeps the
+code need not be traceable. A ``TracedStage`` travels to its worker as plain data. It keeps the
 model's submodules under their names, so that its weights have the names that they have in the
 model.
 """
@@ -33,7 +33,7 @@ _INSTEAD = (
 
 
 @dataclass
-class Trace:
+class ModelTrace:
     """A recorded run of a model.
 
     Attributes:
@@ -50,7 +50,7 @@ class Trace:
 
 def trace(
     model: nn.Module, points: Collection[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Trace:
+) -> ModelTrace:
     """Records a model with symbolic values, in training and in evaluation mode.
 
     The model is as before afterwards. No other thread may use torch modules meanwhile.
@@ -71,7 +71,7 @@ def trace(
             module.training = not modes[model]
         other = _trace(model, points, args, kwargs)
     except CutError:
-        return Trace(found.steps, found.spans, only_mode=modes[model])
+        return ModelTrace(found.steps, found.spans, only_mode=modes[model])
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -81,8 +81,8 @@ def trace(
             for first, second in zip(found.steps, other.steps, strict=True)
         ]
     except ValueError:
-        return Trace(found.steps, found.spans, only_mode=model.training)
-    return Trace(steps, found.spans)
+        return ModelTrace(found.steps, found.spans, only_mode=model.training)
+    return ModelTrace(steps, found.spans)
 
 
 INPUT = object()
@@ -91,13 +91,13 @@ INPUT = object()
 
 def _trace(
     model: nn.Module, points: Collection[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Trace:
+) -> ModelTrace:
     before = set(vars(model))
     tracer = _Tracer(model, points, args, kwargs)
     try:
         with torch.enable_grad(), _recorded_factories(tracer):
             graph = tracer.trace(model)
-        return Trace([_step(model, tracer, node) for node in graph.nodes], tracer.spans)
+        return ModelTrace([_step(model, tracer, node) for node in graph.nodes], tracer.spans)
     except CutError:
         raise
     except Exception as error:
@@ -225,7 +225,7 @@ def _step(model: nn.Module, tracer: _Tracer, node: fx.Node) -> Operation:
 
 
 def _stood_for(model: nn.Module, value: Any) -> Any:
-    """Returns an argument of a node with nodes replaced by ``Value``, ``State`` or constants."""
+    """Returns an argument with nodes replaced by ``Value``, ``StateName`` or constants."""
     if not isinstance(value, fx.Node):
         return mapped(value, lambda each: _stood_for(model, each))
     if value.op != "get_attr":
@@ -234,7 +234,7 @@ def _stood_for(model: nn.Module, value: Any) -> Any:
     owner, _, last = name.rpartition(".")
     module = model.get_submodule(owner)
     if last in module._parameters or last in module._buffers:
-        return State(name)
+        return StateName(name)
     return getattr(module, last)
 
 
@@ -249,7 +249,7 @@ def _merged(first: Any, second: Any, first_mode: bool) -> Any:
             raise ValueError("two operations")
         args, kwargs = _merged(first[3:5], second[3:5], first_mode)
         return Operation(*first[:3], args, kwargs, first.place)
-    if isinstance(first, (Value, State)) or isinstance(second, (Value, State)):
+    if isinstance(first, (Value, StateName)) or isinstance(second, (Value, StateName)):
         if first != second:
             raise ValueError("two values")
         return first
@@ -320,7 +320,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class State:
+class StateName:
     """Stands in arguments for a weight or buffer of the part."""
 
     name: str
@@ -342,7 +342,7 @@ class Operation(NamedTuple):
         kind: ``"module"``, ``"method"`` or ``"function"``; in a trace also ``"input"``, ``"state"``
             for a weight or buffer, and ``"output"``, whose argument is the model's result.
         target: The name of a submodule, the name of a method of the first argument, or a function.
-        args: Positional arguments; ``Value``, ``State`` and ``ByMode`` stand for others.
+        args: Positional arguments; ``Value``, ``StateName`` and ``ByMode`` stand for others.
         kwargs: Keyword arguments.
         place: File and line of the model's code.
         last_uses: The names of values that no later operation uses.
@@ -357,13 +357,13 @@ class Operation(NamedTuple):
     last_uses: tuple[str, ...] = ()
 
 
-class Part(nn.Module):
+class TracedStage(nn.Module):
     """Runs some operations of a model.
 
     Args:
         inputs: The names of its positional arguments.
         operations: The operations.
-        result: What it returns; ``Value`` and ``State`` stand for others.
+        result: What it returns; ``Value`` and ``StateName`` stand for others.
         only_mode: The training mode that the operations are for; None for both.
     """
 
@@ -425,7 +425,7 @@ class Part(nn.Module):
         """Returns a value with those put in that others stand for."""
         if isinstance(value, Value):
             return values[value.name]
-        if isinstance(value, State):
+        if isinstance(value, StateName):
             owner, _, name = value.name.rpartition(".")
             return getattr(self.get_submodule(owner), name)
         if isinstance(value, ByMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -197,6 +197,15 @@ def make_packet(values: Sequence[Any], *, may_need_grad: bool) -> tuple[Packet, 
             leaf = leaf.detach()
         sent.append(leaf)
     return Packet(mask, structure, sent), needing
+
+
+def describe_packets(packets: Mapping[int, Packet]) -> str:
+    """Describes the values that a stage gets, by their source, for a message."""
+    shown = []
+    for source, packet in packets.items():
+        place = "the batch" if source == BATCH else f"stage {source}"
+        shown.append(f"{', '.join(map(describe, packet.leaves))} from {place}")
+    return " and ".join(shown)
 
 
 def describe(value: Any) -> str:

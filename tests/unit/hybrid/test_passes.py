@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.embedding import BadIds, Jagged, Tables
-from torchweft.hybrid.passes import Passes
+from torchweft.hybrid.passes import ModelPasses
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tables = FakeTables()
-        self.passes = Passes(cast("Tables", self.tables))
+        self.passes = ModelPasses(cast("Tables", self.tables))
         self.register_forward_pre_hook(self.passes.begin, with_kwargs=True)
 
     def forward(self, batch: Any, *, days: Tensor | None = None, how: Any = None) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchweft.embedding import Copies, RowWise, TableConfig
-from torchweft.hybrid.placement import Offer, agree
+from torchweft.hybrid.placement import TrainerArguments, agree
 from torchweft.hybrid.plan import Dense, PlacementError, TrainersDiffer, make_plan
 
 CONFIGS = (TableConfig("tower/words", 10_000, 16), TableConfig("days", 7, 16, "none"))
@@ -55,18 +55,16 @@ def test_places_decide_and_shares_may_be_unknown() -> None:
     assert plan(places={"tower/words": Copies()}).on_servers is None
 
 
-def offer(**changes: Any) -> Offer:
-    given = {
+def offer(**changes: Any) -> TrainerArguments:
+    given: dict[str, Any] = {
         "configs": CONFIGS,
         "dense": DENSE,
-        "servers": ("a",),
-        "places": {},
-        "replicas": (),
         "touched": {"days": 0.2},
-        "options": {"staleness": 0},
+        "options": {"servers": ("a",), "places": {}, "replicas": (), "staleness": 0},
         "token": "x",
     }
-    return Offer(**{**given, **changes})
+    options = {**given.pop("options"), **changes.pop("options", {})}
+    return TrainerArguments(**{**given, **changes, "options": options})
 
 
 def test_the_shares_of_all_trainers_are_averaged() -> None:
@@ -80,9 +78,9 @@ def test_the_shares_of_all_trainers_are_averaged() -> None:
         ({"dense": DENSE[:1]}, "parameter 'head.bias'"),
         ({"dense": (*DENSE, Dense("more", (1,), 4))}, "parameter 'more'"),
         ({"configs": CONFIGS[:1]}, "table 'days'"),
-        ({"servers": ("b",)}, "servers"),
-        ({"places": {"days": Copies()}}, "places"),
-        ({"replicas": ("head",)}, "replicas"),
+        ({"options": {"servers": ("b",)}}, "servers"),
+        ({"options": {"places": {"days": Copies()}}}, "places"),
+        ({"options": {"replicas": ("head",)}}, "replicas"),
         ({"options": {"staleness": 2}}, "staleness"),
         ({"touched": {}}, "the tables of batches and touched"),
     ],

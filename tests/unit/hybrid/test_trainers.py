@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, WorkerLost
 from torchweft.hybrid import trainers
-from torchweft.hybrid.trainers import Reducer, Reductions, Turns, reducer_of
+from torchweft.hybrid.trainers import Collectives, Reducer, Reductions, reducer_of
 
 TRAINERS = 4
 Future = Any
@@ -54,7 +54,7 @@ class Group:
             future.set_result([gradients * TRAINERS])
 
 
-class Counted(Turns):
+class Counted(Collectives):
     """Counts collectives, and knows who is missing without asking."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import pipelining
 from tests.unit.pipeline.stages_alone import compare, run, sent
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.pipeline import BATCH, CutError, SplitPoint, StageMismatch, Take, cut_model
-from torchweft.pipeline.tracing import Operation, Part, Value
+from torchweft.pipeline.tracing import Operation, TracedStage, Value
 
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
 
@@ -280,7 +280,7 @@ def test_values_are_released_after_their_last_use() -> None:
         Operation("b", "function", note, (Value("a"),), {}, "here", ("a",)),
         Operation("c", "function", note, (Value("b"),), {}, "here", ("b",)),
     ]
-    Part(["x"], operations, Value("c"), None)(torch.ones(2))
+    TracedStage(["x"], operations, Value("c"), None)(torch.ones(2))
     assert seen == [[], [False], [True, False]]
 
 

@@ -61,7 +61,7 @@ from numpy.typing import NDArray
 from torchweft import columns
 from torchweft.pipeline.errors import PartitionError
 
-Schedule: TypeAlias = Literal["1f1b", "gpipe", "pipedream-stashing"]
+ScheduleName: TypeAlias = Literal["1f1b", "gpipe", "pipedream-stashing"]
 Array: TypeAlias = NDArray[np.float64]
 Number: TypeAlias = Any
 """A float or an array of floats: each formula is written once, for one stage and for all stages."""
@@ -204,15 +204,15 @@ class Execution:
         n_microbatches: Micro-batches of one step; 1 where each minibatch is a step.
     """
 
-    schedule: Schedule
+    schedule: ScheduleName
     n_microbatches: int
 
     @classmethod
     def checked(cls, schedule: str, n_microbatches: int | None) -> Execution:
         """Returns an execution; raises ``PartitionError`` if a part of it cannot be."""
-        if schedule not in get_args(Schedule):
+        if schedule not in get_args(ScheduleName):
             raise PartitionError(
-                f"schedule {schedule!r} is none of {', '.join(get_args(Schedule))}"
+                f"schedule {schedule!r} is none of {', '.join(get_args(ScheduleName))}"
             )
         if schedule == "pipedream-stashing" and n_microbatches not in (None, 1):
             raise PartitionError(
@@ -223,7 +223,7 @@ class Execution:
             raise PartitionError(f"schedule {schedule!r} needs n_microbatches, those of one step")
         if n_microbatches is not None and n_microbatches < 1:
             raise PartitionError(f"n_microbatches={n_microbatches} must be 1 or more")
-        return cls(cast(Schedule, schedule), n_microbatches or 1)
+        return cls(cast(ScheduleName, schedule), n_microbatches or 1)
 
     @property
     def is_synchronous(self) -> bool:
@@ -347,7 +347,7 @@ class StageCost:
         return held + self.optimizer_bytes
 
 
-class Costs:
+class CostModel:
     """The costs of every stage that a model, a cluster and an execution allow.
 
     Matrices have a row for the first layer of a stage, and a column for the first layer after it:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from torchweft.pipeline.errors import DoesNotFit, PartitionError
 from torchweft.pipeline.partition.costs import (
     Cluster,
-    Costs,
+    CostModel,
     Execution,
     Profile,
     StageCost,
@@ -55,7 +55,7 @@ class Plan:
     Attributes:
         stages: The stages in order; together they have every layer once.
         n_workers: Number of workers of the cluster; those in no stage are idle.
-        schedule: Schedule that the predictions are for.
+        schedule: ScheduleName that the predictions are for.
         n_microbatches: Micro-batches of a step; None if not known.
         microbatch_size: Samples of a micro-batch; None for a plan without a profile.
         step_seconds: Predicted time of a step, which is one minibatch for ``pipedream-stashing``;
@@ -91,7 +91,7 @@ class Plan:
             cluster: Workers to predict costs for; by default as many as needed, without a memory
                 limit, with links that cost nothing.
             n_layers: Number of layers, where there is no profile.
-            schedule: Schedule that the plan is for, as in ``plan``.
+            schedule: ScheduleName that the plan is for, as in ``plan``.
             n_microbatches: Micro-batches of a step, as in ``plan``; needed with a profile.
 
         Raises:
@@ -104,7 +104,7 @@ class Plan:
         cluster = cluster or Cluster(sum(counts), math.inf)
         if profile is not None:
             execution = Execution.checked(schedule, n_microbatches)
-            costs = Costs(profile, cluster, execution)
+            costs = CostModel(profile, cluster, execution)
             made = predicted(list(zip(blocks, counts, strict=True)), costs)
             if error := made.find_misfit():
                 raise error
@@ -200,7 +200,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def predicted(stages: Sequence[tuple[range, int]], costs: Costs) -> Plan:
+def predicted(stages: Sequence[tuple[range, int]], costs: CostModel) -> Plan:
     """Returns the plan with these layers and replicas, with its costs."""
     made, worker = [], 0
     last_worker = sum(replicas for _, replicas in stages)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchweft.pipeline.errors import PartitionError
-from torchweft.pipeline.partition.costs import Array, Cluster, Costs, Execution, Profile
+from torchweft.pipeline.partition.costs import Array, Cluster, CostModel, Execution, Profile
 from torchweft.pipeline.partition.plans import Plan, predicted
 
 PRECISION = 1e-9
@@ -39,7 +39,7 @@ Matrix: TypeAlias = Callable[[int, int], Array]
 columns for the first layer after it, or columns alone."""
 
 
-class Found(NamedTuple):
+class Candidate(NamedTuple):
     """A pipeline.
 
     Attributes:
@@ -91,7 +91,7 @@ class Search:
             best.append(row)
         return float(best[-1][0])
 
-    def cheapest(self, bound: float = math.inf) -> Found:
+    def cheapest(self, bound: float = math.inf) -> Candidate:
         """Returns the pipeline with the smallest sum of tolls that has no load above ``bound``."""
         bound = min(bound, sys.float_info.max)  # an infinite load is never one of them
         best = [self._end()]
@@ -111,14 +111,14 @@ class Search:
             best.append(row)
             choices.append(choice)
         if best[-1][0] == math.inf:
-            return Found((), math.inf, math.inf)
+            return Candidate((), math.inf, math.inf)
         return self._trace(self._n_workers, float(best[-1][0]), choices)
 
-    def best_load(self) -> Found:
+    def best_load(self) -> Candidate:
         """Returns the pipeline with the smallest largest load; ties go to the smallest tolls."""
         return self.cheapest(self.smallest_load() * (1 + PRECISION))
 
-    def best_sum(self, added: float) -> Found:
+    def best_sum(self, added: float) -> Candidate:
         """Returns the pipeline with the smallest sum of largest load and tolls.
 
         The smallest sum of tolls for a bound, t(bound), falls as the bound rises. In an interval
@@ -152,17 +152,17 @@ class Search:
         row[-1] = 0
         return row
 
-    def _trace(self, n_workers: int, tolls: float, choices: list[NDArray[np.int_]]) -> Found:
+    def _trace(self, n_workers: int, tolls: float, choices: list[NDArray[np.int_]]) -> Candidate:
         stages, largest, first = [], 0.0, 0
         while n_workers:
             end, replicas = (int(value) for value in choices[n_workers][:, first])
             largest = max(largest, float(self._loads(n_workers, replicas)[first, end]))
             stages.append((range(first, end), replicas))
             first, n_workers = end, n_workers - replicas
-        return Found(tuple(stages), largest, tolls)
+        return Candidate(tuple(stages), largest, tolls)
 
 
-def _sum(found: Found) -> float:
+def _sum(found: Candidate) -> float:
     return found.largest + found.tolls
 
 
@@ -192,7 +192,7 @@ def plan(
         DoesNotFit: If no plan fits the memory; names the layers, what they need and the limit.
         PartitionError: If an argument cannot be, or no plan keeps all workers busy.
     """
-    costs = Costs(profile, cluster, Execution.checked(schedule, n_microbatches))
+    costs = CostModel(profile, cluster, Execution.checked(schedule, n_microbatches))
     search = _search(costs, costs.fitting_loads)
     if costs.execution.is_synchronous:
         found = search.best_sum(sum(layer.compute_seconds for layer in profile.layers))
@@ -203,7 +203,7 @@ def plan(
     return predicted(found.stages, costs)
 
 
-def _search(costs: Costs, loads: Callable[[range, int], Array]) -> Search:
+def _search(costs: CostModel, loads: Callable[[range, int], Array]) -> Search:
     total = costs.cluster.n_workers
     allowed = [
         [r for r in range(n, 0, -1) if not costs.execution.refusal(r)] for n in range(total + 1)
@@ -221,7 +221,7 @@ def _search(costs: Costs, loads: Callable[[range, int], Array]) -> Search:
     )
 
 
-def _why_no_plan(costs: Costs) -> PartitionError:
+def _why_no_plan(costs: CostModel) -> PartitionError:
     """Explains why there is no plan by the one whose memory exceeds the limit least."""
     closest = _search(costs, costs.excesses).best_load()
     if not closest.stages:

@@ -30,7 +30,7 @@ Work = tuple[int, int]
 """A stage and a minibatch."""
 
 
-class _Row(NamedTuple):
+class _EndlessRow(NamedTuple):
     """The endless row of one worker, in turns.
 
     A turn is one forward pass, the backward pass that follows it after the warm-up, and the update
@@ -226,7 +226,7 @@ class SchedulePipeDream:
         checked_count("n_workers", n_workers)
         return seats_of(type(self).__name__, n_workers, self.replicas)
 
-    def _rows(self, n_workers: int) -> list[_Row]:
+    def _rows(self, n_workers: int) -> list[_EndlessRow]:
         seats = self._seats(n_workers)
         together = math.lcm(*(seat.n_replicas for seat in seats))
         under_way = max(seat.n_replicas * (seat.warm_up + 1) for seat in seats)
@@ -238,8 +238,8 @@ class SchedulePipeDream:
                 raise self._misfit(n_workers, f"an update for {self.accumulate} minibatches", fix)
             period = self.accumulate
         elif self.weights is Weights.STASHING:
-            return [_Row(seat, seat.n_replicas) for seat in seats]
-        return [_Row(seat, period) for seat in seats]
+            return [_EndlessRow(seat, seat.n_replicas) for seat in seats]
+        return [_EndlessRow(seat, period) for seat in seats]
 
     def _misfit(
         self, n_workers: int, what: str, fix: str, n_minibatches: int | None = None

@@ -426,7 +426,7 @@ class ScheduleLoopedBFS(_Looped):
 
 
 @dataclass(frozen=True)
-class _Rounds(_Looped):
+class _Interleaved(_Looped):
     """A schedule that takes micro-batches through the stages in rounds of ``p``, or a few more.
 
     A whole number of rounds of one size is enough, as in torch: 10 micro-batches on 4 workers are
@@ -452,7 +452,7 @@ def _fits(n_microbatches: int, n_workers: int) -> bool:
 
 
 @dataclass(frozen=True)
-class ScheduleInterleaved1F1B(_Rounds):
+class ScheduleInterleaved1F1B(_Interleaved):
     """1F1B with several stages for each worker (Narayanan et al. 2021, Megatron-LM).
 
     With ``v`` stages for each of ``p`` workers, the idle share is ``b / (m + b)`` for
@@ -472,7 +472,7 @@ class ScheduleInterleaved1F1B(_Rounds):
 
 
 @dataclass(frozen=True)
-class ScheduleInterleavedZeroBubble(_Rounds):
+class ScheduleInterleavedZeroBubble(_Interleaved):
     """Interleaved 1F1B with split backward passes (ZB1P of torch, after Qi et al. 2023).
 
     Weight parts fill idle time. With a forward pass, an input part and a weight part of one length

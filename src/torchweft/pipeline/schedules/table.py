@@ -119,7 +119,7 @@ class Span(NamedTuple):
     end_s: float
 
 
-class Run(NamedTuple):
+class RunResult(NamedTuple):
     """How far the workers came.
 
     Attributes:
@@ -141,7 +141,7 @@ def results_of(action: Action) -> list[Action]:
     return [Action(action.stage, kind, action.microbatch) for kind in _MADE_BY[action.kind]]
 
 
-class Needs:
+class Dependencies:
     """Knows which results an action needs.
 
     Args:
@@ -192,7 +192,7 @@ def run(
     edges: Edges,
     duration_s: Callable[[Action], float],
     latency_s: float = 0.0,
-) -> Run:
+) -> RunResult:
     """Runs each row in order, until all are done or no worker can go on.
 
     Args:
@@ -201,17 +201,17 @@ def run(
         duration_s: Returns the duration of an action.
         latency_s: The time from the end of an action until another worker has its results.
     """
-    return _Execution(rows, edges, duration_s, latency_s).run()
+    return _VirtualRun(rows, edges, duration_s, latency_s).run()
 
 
-class _Execution:
+class _VirtualRun:
     """The state of a run: the results there are, and the workers that wait for others."""
 
     def __init__(
         self, rows: Rows, edges: Edges, duration_s: Callable[[Action], float], latency_s: float
     ) -> None:
         self._rows = rows
-        self._needs = Needs(rows, edges)
+        self._needs = Dependencies(rows, edges)
         self._duration_s = duration_s
         self._latency_s = latency_s
         self._made: dict[Action, tuple[int, float]] = {}  # by result: its maker, and when
@@ -220,14 +220,14 @@ class _Execution:
         self._waiting: dict[Action, list[int]] = defaultdict(list)
         self._runnable = list(range(len(rows)))
 
-    def run(self) -> Run:
+    def run(self) -> RunResult:
         while self._runnable:
             worker = self._runnable.pop()
             self._missing.pop(worker, None)
             n_actions = len(self._rows[worker])
             while len(self._spans[worker]) < n_actions and worker not in self._missing:
                 self._step(worker)
-        return Run(tuple(map(tuple, self._spans)), self._missing)
+        return RunResult(tuple(map(tuple, self._spans)), self._missing)
 
     def _step(self, worker: int) -> None:
         """Runs the next action of a worker, or notes the result that it waits for."""
@@ -513,7 +513,7 @@ def _check_passes(table: Table) -> None:
             )
 
 
-def _stuck(table: Table, ran: Run) -> TableError:
+def _stuck(table: Table, ran: RunResult) -> TableError:
     """Returns the error for a run that stopped: it says what each worker waits for."""
     waits = [
         (worker, len(ran.spans[worker]), result) for worker, result in sorted(ran.missing.items())

@@ -24,9 +24,9 @@ from torchweft.pipeline.schedules.pipedream import versions_of
 from torchweft.pipeline.schedules.table import (
     KIND_NAMES,
     Action,
+    Dependencies,
     Edges,
     Kind,
-    Needs,
     Span,
     Table,
     chain,
@@ -246,7 +246,7 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
 def _latencies(timeline: Timeline) -> Iterator[float]:
     """Yields the durations of the messages that workers waited for."""
     edges = chain(timeline.table.n_stages) if timeline.edges is None else timeline.edges
-    needs = Needs(timeline.table.rows, edges)
+    needs = Dependencies(timeline.table.rows, edges)
     made: dict[Action, tuple[int, Span]] = {
         result: (worker, span)
         for worker, row in enumerate(timeline.spans)
@@ -472,7 +472,7 @@ def _arrows(rows: Sequence[Row], edges: Edges) -> Iterator[Event]:
         for span in row
         for result in results_of(span.action)
     }
-    needs = Needs([[span.action for span in row] for row in rows], edges)
+    needs = Dependencies([[span.action for span in row] for row in rows], edges)
     number = 0
     for worker, row in enumerate(rows):
         for span in row:

@@ -36,7 +36,7 @@ class Case(NamedTuple):
     n_microbatches: int
 
 
-class Costs(NamedTuple):
+class CostModel(NamedTuple):
     """Seconds of a step, seconds of all transfers, and bytes of a worker of each stage."""
 
     step: float
@@ -44,7 +44,7 @@ class Costs(NamedTuple):
     memory: tuple[int, ...]
 
 
-def costs_of(case: Case, stages: Stages) -> Costs | None:
+def costs_of(case: Case, stages: Stages) -> CostModel | None:
     """Returns what stages cost; None if they exceed the memory or a rule of the schedule."""
     worker, members = 0, []
     for _, replicas in stages:
@@ -67,7 +67,7 @@ def costs_of(case: Case, stages: Stages) -> Costs | None:
             loads.append((case.n_microbatches - 1) * link if is_synchronous(case) else link)
             first = members[number][:1], members[number + 1][:1]
             transfers += link_seconds(case, layers.stop, *first)
-    return Costs(step_of(case, max(loads), transfers), transfers, tuple(memory))
+    return CostModel(step_of(case, max(loads), transfers), transfers, tuple(memory))
 
 
 def is_synchronous(case: Case) -> bool:
@@ -131,7 +131,7 @@ def step_of(case: Case, largest: float, transfers: float) -> float:
     return compute + transfers + largest
 
 
-def all_costs(case: Case) -> dict[Stages, Costs]:
+def all_costs(case: Case) -> dict[Stages, CostModel]:
     """Returns what every possible plan costs."""
     n_workers = case.cluster.n_workers
     found = {}

@@ -31,7 +31,7 @@ from torchweft.pipeline.schedules import (
     check,
     predict,
 )
-from torchweft.pipeline.schedules.table import Run, chain, run
+from torchweft.pipeline.schedules.table import RunResult, chain, run
 
 
 def test_the_grid_shows_time_steps_and_idle_cells() -> None:
@@ -163,7 +163,7 @@ def test_a_text_without_actions_is_refused(text: str) -> None:
         Table.from_csv(text)
 
 
-def ran(rows: str, latency_s: float = 0.0) -> Run:
+def ran(rows: str, latency_s: float = 0.0) -> RunResult:
     table = Table.from_csv(rows)
     return run(table.rows, chain(table.n_stages), lambda action: 1.0, latency_s)
 
