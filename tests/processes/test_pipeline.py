@@ -18,6 +18,8 @@ from tests.contract.processes.pipeline_models import (
     layers,
 )
 from tests.contract.processes.test_pipeline import TINY, WORKERS, distance, mse, regression
+from torchweft import rpc
+from torchweft.engine.protocol.observing import lead_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch import Nursery
 from torchweft.pipeline import (
@@ -27,6 +29,7 @@ from torchweft.pipeline import (
     ScheduleGPipe,
     ScheduleInterleavedZeroBubble,
     Table,
+    recording,
 )
 from torchweft.pipeline.host import Host
 from torchweft.pipeline.schedules import Kind
@@ -144,3 +147,11 @@ def test_a_closed_pipeline_says_so() -> None:
             use()
     with pytest.raises(ArgumentTypeError, match="it was closed"):  # A call that comes too late.
         host.rpc_sync().start(9, True, None, {}, {})
+
+
+def test_a_clock_is_read_through_a_call() -> None:
+    info = rpc.get_worker_info("worker0")
+    for each in recording._readings(info):
+        # Both clocks are one: the true difference is 0.
+        found = lead_of([each])
+        assert abs(found.ahead_s) <= found.error_s

@@ -136,7 +136,10 @@ def test_stages_of_a_random_model_compute_what_it_computes(seed: int) -> None:
 def test_the_random_models_have_all_kinds_of_cuts() -> None:
     """Guards the test above: skips over a stage, ties, cuts in residual blocks and inputs."""
     seen: set[str] = set()
+    wanted = {"2 stages", "4 stages", "inside", "skip", "tie", "late input"}
     for seed in range(25):
+        if seen >= wanted:
+            break
         draw = random.Random(1000 + seed)
         net = Net(seed, draw.randrange(4, 14))
         points = draw_points(net, draw, draw.randrange(1, 6))
@@ -152,4 +155,4 @@ def test_the_random_models_have_all_kinds_of_cuts() -> None:
         seen.update(
             "late input" for stage in range(1, len(wiring.takes)) if wiring.taken(stage, -1)
         )
-    assert seen >= {"2 stages", "4 stages", "inside", "skip", "tie", "late input"}
+    assert seen >= wanted

@@ -251,18 +251,6 @@ def test_heavy_computation_is_replicated_and_heavy_weights_are_not(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_small_weights_are_replicated_everywhere(kind: str) -> None:
-    assert planned(even(8, weights=MIB // 10, output=MIB), kind).shape == "4"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_large_weights_are_on_one_worker_each(kind: str) -> None:
-    made = planned(even(8, weights=400 * MIB, output=MIB // 16), kind)
-    assert made.shape == "1-1-1-1"
-    assert [len(stage.layers) for stage in made.stages] == [2, 2, 2, 2]
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_more_workers_than_layers(kind: str) -> None:
     assert planned(even(1, 400 * MIB, MIB), kind).shape == "4"
     made = planned(even(2, weights=400 * MIB, output=MIB // 16), kind)
@@ -278,26 +266,7 @@ def test_replicas_stay_within_a_host() -> None:
     assert planned(profile, "pipedream-stashing", cluster=hosts).shape == "2-2"
 
 
-def test_one_exchange_counts_less_in_a_long_step() -> None:
-    profile = profile_of(*[layer(1.0, weights=1) for _ in range(3)])
-    cluster = Cluster(2, bandwidth=1.2)  # an exchange of everything takes 5 s
-    shapes = [planned(profile, "1f1b", cluster=cluster, n_microbatches=n).shape for n in (4, 40)]
-    assert shapes == ["1-1", "2"]
-
-
 # Memory
-
-
-@pytest.mark.parametrize(
-    ("limit", "shape"), [(None, "3-1"), (4 * MIB * 480, "3-1"), (20 * MIB, None)]
-)
-def test_a_limit_that_is_wide_enough_changes_nothing(limit: int | None, shape: str | None) -> None:
-    cluster = Cluster(4, 1e9, limit)
-    if shape is None:
-        with pytest.raises(DoesNotFit):
-            planned(convolutions_then_linear(), "1f1b", cluster=cluster)
-    else:
-        assert planned(convolutions_then_linear(), "1f1b", cluster=cluster).shape == shape
 
 
 def test_where_the_fastest_plan_does_not_fit_the_next_best_is_taken() -> None:
@@ -395,18 +364,6 @@ def test_no_cut_is_better(weights: list[int], data: st.DataObject) -> None:
     assert len(made.stages) == n_stages
     best = min(map(quality, layer_cuts(len(weights), n_stages)))
     assert quality(tuple(stage.layers for stage in made.stages)) == best
-
-
-def test_equal_layers_are_shared_evenly() -> None:
-    assert balance([1] * 8, 4) == (2, 4, 6)
-    sizes = [len(stage.layers) for stage in Plan.manual(balance([1] * 10, 4), n_layers=10).stages]
-    assert sorted(sizes) == [2, 2, 3, 3]
-    assert balance([0, 0, 0], 3) == (1, 2)
-    assert balance([5], 1) == ()
-
-
-def test_a_heavy_layer_leaves_the_others_even() -> None:
-    assert balance([100, 1, 1, 1, 1], 3) == (1, 3)
 
 
 def test_a_profile_is_balanced_by_time() -> None:

@@ -21,7 +21,6 @@ from tests.unit.pipeline.schedules.all_schedules import (
 )
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.pipeline.schedules import (
-    Schedule,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleError,
@@ -114,21 +113,6 @@ def test_lanes_have_their_own_order_and_share_weight_parts() -> None:
     assert " ".join(map(str, row)) == "5F1 0F0 5I0 0I0 5F0 0F1 5I1 0I1 5W0 0W0 5W1 0W1"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rows"),
-    [
-        (ScheduleNaive(2), "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"),
-        (ScheduleGPipe(2), "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"),
-        (Schedule1F1B(3), "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"),
-        (ScheduleZBH1(2), "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"),
-        (Schedule1F1B(1), "0F0,0B0\n1F0,1B0\n"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_rows_of_two_workers(schedule: Schedule, rows: str) -> None:
-    assert schedule.table(2).to_csv() == rows
-
-
 def test_replicas_take_turns() -> None:
     rows = "0F0,0F2,0B0,0F4,0B2,0B4\n0F1,0F3,0B1,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,1F4,1B4\n"
     assert Schedule1F1B(5, replicas=(2, 1)).table(3).to_csv() == rows
@@ -146,26 +130,6 @@ def test_replicas_fit_workers_and_microbatches(kind: type) -> None:
     with pytest.raises(ArgumentTypeError, match=r"replicas is 4, an int; pass the number of"):
         kind(2, replicas=4)
     assert kind(3, replicas=[2, 1]).replicas == (2, 1)
-
-
-def test_rows_take_turns_at_the_stages_in_rounds() -> None:
-    assert ScheduleInterleaved1F1B(4).table(2).to_csv() == (
-        "0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,2B3,0B2,0B3\n"
-        "1F0,1F1,3F0,3B0,3F1,3B1,1F2,1B0,1F3,1B1,3F2,3B2,3F3,3B3,1B2,1B3\n"
-    )
-
-
-def test_rows_of_split_backward_passes() -> None:
-    assert ScheduleInterleavedZeroBubble(2).table(2).to_csv() == (
-        "0F0,0F1,2F0,2F1,2I0,2W0,2I1,2W1,0I0,0W0,0I1,0W1\n"
-        "1F0,1F1,3F0,3I0,3F1,3I1,3W0,1I0,3W1,1I1,1W0,1W1\n"
-    )
-
-
-def test_rows_breadth_first() -> None:
-    assert ScheduleLoopedBFS(2).table(2).to_csv() == (
-        "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1\n1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1\n"
-    )
 
 
 def test_a_worker_has_a_stage() -> None:

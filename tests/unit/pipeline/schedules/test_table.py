@@ -34,22 +34,6 @@ from torchweft.pipeline.schedules import (
 from torchweft.pipeline.schedules.table import RunResult, chain, run
 
 
-def test_the_grid_shows_time_steps_and_idle_cells() -> None:
-    assert Schedule1F1B(3).table(2).text() == (
-        "step     0   1   2   3   4   5   6   7\n"
-        "worker 0 0F0 0F1     0B0 0F2 0B1     0B2\n"
-        "worker 1     1F0 1B0 1F1 1B1 1F2 1B2\n"
-    )
-
-
-def test_the_grid_shows_updates_without_a_step() -> None:
-    assert SchedulePipeDream(2).table(2).text() == (
-        "step     0   1   2    3    4    5\n"
-        "worker 0 0F0 0F1      0B0U      0B1U\n"
-        "worker 1     1F0 1B0U 1F1  1B1U\n"
-    )
-
-
 def test_the_grid_follows_the_stage_graph() -> None:
     table = Table.from_csv("0F0,0B0\n1F0,1B0")
     assert table.text(edges=[]) == "step     0   1\nworker 0 0F0 0B0\nworker 1 1F0 1B0\n"

@@ -230,13 +230,6 @@ def test_a_value_that_comes_before_its_maker_is_done_takes_no_time() -> None:
     assert measured_costs([Timeline(table, rows)]).latency_s == 0
 
 
-def test_the_idle_share_is_the_mean_of_the_workers() -> None:
-    timeline = predict(TABLES[1], Costs.uniform(3, forward_s=2))
-    assert timeline.idle_share == pytest.approx(sum(timeline.idle_shares) / 3)
-    busy = sum(end - start for row in timeline.spans for _, start, end in row)
-    assert timeline.idle_share == pytest.approx(1 - busy / (3 * timeline.makespan_s))
-
-
 def test_a_report_has_a_line_for_each_worker() -> None:
     table = TABLES[1]
     slow = predict(table, Costs.uniform(3, latency_s=1))
@@ -310,12 +303,6 @@ def test_the_title_has_the_idle_share_and_the_axis_the_time() -> None:
     assert texts(picture, "tick") == ["0", "5", "10", "15", "20", "25", "30"]
     assert texts(picture, "name") == ["worker 0", "worker 1", "worker 2", "worker 3", "time"]
     assert texts(picture, "note") == ["forward", "backward"]
-
-
-def test_each_box_tells_its_action_and_time() -> None:
-    tips = [tip.text for group in drawn(DRAWN[0]).iter(f"{SVG}g") for tip in group[:1]]
-    assert tips[:3] == ["0F0: 0 to 1", "0F1: 1 to 2", "0F2: 2 to 3"]
-    assert "3B7: 25 to 27" in tips
 
 
 def test_colours_tell_kinds_stages_and_neighbouring_microbatches_apart() -> None:
@@ -474,10 +461,6 @@ def slice_at(slices: list[dict[str, Any]], event: dict[str, Any]) -> dict[str, A
     ]
     assert len(found) == 1, event
     return found[0]
-
-
-def test_arrows_of_a_chain_are_two_for_each_micro_batch_and_border() -> None:
-    assert len(events_of(TRACED[0])["s"]) == 2 * 8 * 3
 
 
 def test_arrows_follow_skip_connections() -> None:
