@@ -217,7 +217,7 @@ layers: $(VENV)/.installed-dev
 
 .PHONY: docs
 docs: $(VENV)/.installed-docs
-	@$(PY) -m sphinx -q -W --keep-going --fresh-env -b html docs site
+	@$(PY) -m sphinx -q -W --keep-going --fresh-env -j auto -b html docs site
 	@echo "documentation: site/index.html"
 
 .PHONY: bench
