@@ -234,7 +234,8 @@ def test_a_call_that_cannot_be_placed_is_not_sent(pair: Pair) -> None:
                 match="Request device mapping is not available for destination worker1",
             ):
                 way(same, LARGE)
-            assert pair.caller.agent.traffic().bytes_sent == before
+            # Another thread may send what belongs to the connection.
+            assert pair.caller.agent.traffic().bytes_sent < before + LARGE.nbytes
     assert len(pair.caller.agent.calls) == 0
     assert pair.sync(double, 2) == 4
     pair.check_serves(2)
