@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import ipaddress
 import socket
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -32,6 +33,23 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this host reach it."""
+        return self.host == "localhost" or (self._ip is not None and self._ip.is_loopback)
+
+    @property
+    def is_unspecified(self) -> bool:
+        """Whether it stands for all addresses of the host."""
+        return self._ip is not None and self._ip.is_unspecified
+
+    @property
+    def _ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+        try:
+            return ipaddress.ip_address(self.host)
+        except ValueError:
+            return None
 
     @property
     def url(self) -> str:

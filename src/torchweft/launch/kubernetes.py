@@ -229,7 +229,7 @@ class Api:
             Gone: It has been deleted.
         """
         question = getattr(self._custom, f"{verb}_namespaced_custom_object")
-        kind = (manifest.JOB_SET_GROUP, manifest.JOB_SET_VERSION, self.namespace, "jobsets")
+        kind = ("jobset.x-k8s.io", "v1alpha2", self.namespace, "jobsets")
         job: Object = self._ask(f"{verb} the JobSet", question, *kind, *arguments, **options)
         return job
 

@@ -1,67 +1,39 @@
 """The objects of a run on Kubernetes: a JobSet, whose pods are the workers, and its Secret.
 
-The functions here make these objects, and read what the cluster says of them. Objects are
-dictionaries: no client is needed, and no cluster. Decisions that a
-reader of the output will wonder about:
+The functions here make these objects from ``jobset.yaml``, which says why they are as they are, and
+read what the cluster says of them. Objects are dictionaries: no client is needed, and no cluster.
+Whether a name or an amount is valid is for the cluster to say.
 
-- A mounted Secret belongs to root, and users other than root read it through the pod's group. Weft
-  refuses a secret that a group can read. So an init container copies it into a file in memory that
-  belongs to the worker's user.
-- A pod is ready once its worker has joined the group. Its liveness does not depend on that: a
-  program may work before it joins and after it has left. A worker that is a member must answer.
-- Pods get no links to services. Services called ``weft-...`` would become ``WEFT_...`` variables,
-  which workers refuse.
-- Kubernetes expands ``$(NAME)`` in commands and variables, and makes ``$`` of ``$$`` anywhere in
-  them, so each ``$`` is doubled.
+Kubernetes expands ``$(NAME)`` in commands and variables, and makes ``$`` of ``$$`` anywhere in
+them, so each ``$`` is doubled.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import json
-import math
-import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from typing import Any, NamedTuple
 
-from torchweft.engine.io.addresses import is_loopback
 from torchweft.errors import ConfigurationError
 from torchweft.launch.job import Job
 from torchweft.scraping import VARIABLE, Address
 
 Object = dict[str, Any]
 
-JOB_SET_GROUP, JOB_SET_VERSION = "jobset.x-k8s.io", "v1alpha2"
 CONTAINER = "node"
 """Name of the workers' containers."""
 NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 GROUP_LABEL = "jobset.sigs.k8s.io/replicatedjob-name"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
-SECRET_KEY = "secret"
 
-_RESTARTS = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
-_INDEX = f"metadata.annotations['{INDEX_LABEL}']"
 _MASTER_PORT = 29500
-_KEPT_S = 3600
-_SECRET_SOURCE = "/etc/weft/secret"
-_SECRET_FOLDER = "/run/weft"
 _TLS_FOLDER = "/etc/weft/tls"
-_COPY = (
-    "import os, shutil; os.umask(0o077); "
-    f"shutil.copyfile('{_SECRET_SOURCE}/{SECRET_KEY}', '{_SECRET_FOLDER}/{SECRET_KEY}')"
-)
-
-_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_OBJECT_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?|")
-_CORES = re.compile(r"(?=.*[1-9])\d+(\.\d+)?m?|")
-_BYTES = re.compile(r"(?=.*[1-9])\d+(\.\d+)?([kMGTPE]|[KMGTPE]i)?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_NAMES_HINT = "names in Kubernetes have lower-case letters, digits, '-' and '.'"
-_BYTES_HINT = "write it like 16Gi or 500M"
-_LONGEST_NAME = 40
-"""Pods append the replicated job, two numbers and a suffix, and have at most 63 characters."""
 _RESERVED = frozenset(
     (
         "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT JOBSET_NAME WEFT_WORKER_NAME WEFT_RESTART_COUNT "
@@ -88,13 +60,13 @@ class Pods:
         tls: Name of a Secret with ``tls.crt``, ``tls.key`` and ``ca.crt``; empty for no TLS.
         restarts: How often the group is started again when a worker fails.
         master_port: The port at which the workers meet.
-        user: User and group id of the workers.
+        user: User and group id of the workers, which is not 0.
         python: The interpreter in the image, for the probes.
         env: Further variables.
         metrics: Where each worker serves its metrics; None if it does not.
 
     Raises:
-        ConfigurationError: A value is invalid; says what would be right.
+        ConfigurationError: There is no image, or a variable or an address cannot be used.
     """
 
     image: str
@@ -121,35 +93,13 @@ class Pods:
                 "there is no image; name one that has torch, torchweft and the script: --image "
                 "registry.example/train:1"
             )
-        if not _NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:
-            raise ConfigurationError(
-                f"the name {self.name!r} cannot be used; it has lower-case letters, digits and "
-                f"'-', begins with a letter, and has at most {_LONGEST_NAME} characters"
-            )
-        for what, pattern, hint in (
-            ("namespace", _OBJECT_NAME, _NAMES_HINT),
-            ("secret", _OBJECT_NAME, _NAMES_HINT),
-            ("tls", _OBJECT_NAME, _NAMES_HINT),
-            ("cpus", _CORES, "write it like 4, 1.5 or 500m"),
-            ("shared_memory", _BYTES, _BYTES_HINT),
-        ):
-            if not pattern.fullmatch(getattr(self, what)):
-                raise ConfigurationError(f"{what} is {getattr(self, what)!r}; {hint}")
-        if self.memory and not _BYTES.fullmatch(self.memory):
-            raise ConfigurationError(f"memory is {self.memory!r}; {_BYTES_HINT}")
-        for what, least in (("gpus", 0), ("restarts", 0), ("master_port", 0), ("user", 1)):
-            number = getattr(self, what)
-            if number < least:
-                raise ConfigurationError(f"{what} is {number}; it must be at least {least}")
         for variable in self.env:
-            if not _VARIABLE.fullmatch(variable):
-                raise ConfigurationError(f"{variable!r} is no name of an environment variable")
             if variable in _RESERVED:
                 raise ConfigurationError(
                     f"environment variable {variable} is set for each pod, or from a Secret; "
                     "leave it out"
                 )
-        if self.metrics is not None and is_loopback(self.metrics.host):
+        if self.metrics is not None and self.metrics.is_loopback:
             raise ConfigurationError(
                 f"metrics at {self.metrics} reach nobody outside of the pod; write --metrics "
                 f"0.0.0.0:{self.metrics.port} for all addresses of the pod"
@@ -236,77 +186,64 @@ def fields_in(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def as_yaml(made: Object) -> str:
-    """Returns an object as YAML.
+    """Returns an object as YAML."""
+    plain = json.loads(json.dumps(made))  # in which no part is there twice, for YAML to refer to
+    return str(_yaml().safe_dump(plain, sort_keys=False, width=100))
 
-    Raises:
-        ConfigurationError: PyYAML is not installed.
-    """
+
+def _yaml() -> Any:
     try:
         import yaml
     except ImportError:
         raise ConfigurationError(
-            "YAML needs PyYAML; install it by: pip install 'torchweft[kubernetes]'"
+            "runs on Kubernetes need PyYAML; install it by: pip install 'torchweft[kubernetes]'"
         ) from None
-    plain = json.loads(json.dumps(made))  # in which no part is there twice, for YAML to refer to
-    return str(yaml.safe_dump(plain, sort_keys=False, width=100))
+    return yaml
 
 
 def job_set(pods: Pods) -> Object:
-    """Returns the JobSet of a run."""
-    port = pods.master_port or _MASTER_PORT
-    first = "worker" if pods.prefix else "rank0"
-    common = [
-        _from_field("JOBSET_NAME", f"metadata.labels['{NAME_LABEL}']"),
-        _from_field("WEFT_RESTART_COUNT", _RESTARTS),
-        _variable("WORLD_SIZE", str(len(pods.names))),
-        _variable("MASTER_ADDR", f"{pods.name}-{first}-0-0.{pods.name}"),
-        _variable("MASTER_PORT", str(port)),
-    ]
+    """Returns the JobSet of a run.
+
+    Raises:
+        ConfigurationError: PyYAML is not installed.
+    """
+    text = files(__package__).joinpath("jobset.yaml").read_text()
+    job: Object = _yaml().safe_load(text)
+    job["metadata"] = _metadata(pods) | {"labels": _labels(pods)}
+    job["spec"]["failurePolicy"]["maxRestarts"] = pods.restarts
+    (group,) = job["spec"]["replicatedJobs"]
+    _fill_template(group["template"]["spec"]["template"], pods)
+    rank: Object = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX_LABEL}']"}}
     if pods.prefix:
-        ranks = [
-            _from_field("RANK", _INDEX),
-            _variable("WEFT_WORKER_NAME", f"{pods.prefix}$(RANK)"),
-        ]
-        groups = [_replicated("worker", len(pods.names), _template(pods, [*ranks, *common]))]
+        own = [{"name": "RANK", "valueFrom": rank}]
+        own.append(_variable("WEFT_WORKER_NAME", f"{pods.prefix}$(RANK)"))
+        groups = [_replicated(group, "worker", len(pods.names), own)]
     else:
-        groups = []
-        for rank, name in enumerate(pods.names):
-            ranks = [_variable("RANK", str(rank)), _variable("WEFT_WORKER_NAME", name)]
-            groups.append(_replicated(f"rank{rank}", 1, _template(pods, [*ranks, *common])))
-    return {
-        "apiVersion": f"{JOB_SET_GROUP}/{JOB_SET_VERSION}",
-        "kind": "JobSet",
-        "metadata": _metadata(pods),
-        "spec": {
-            # Workers find each other before they are ready.
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": pods.restarts},
-            "ttlSecondsAfterFinished": _KEPT_S,
-            "replicatedJobs": groups,
-        },
-    }
+        groups = [
+            _replicated(
+                group,
+                f"rank{rank}",
+                1,
+                [_variable("RANK", str(rank)), _variable("WEFT_WORKER_NAME", name)],
+            )
+            for rank, name in enumerate(pods.names)
+        ]
+    job["spec"]["replicatedJobs"] = groups
+    return job
 
 
 def secret_of(pods: Pods, owner: Object, value: str) -> Object:
     """Returns the Secret of a run, which is deleted with the object that owns it."""
-    meta = owner["metadata"]
-    reference = {
-        "apiVersion": owner["apiVersion"],
-        "kind": owner["kind"],
-        "name": meta["name"],
-        "uid": meta["uid"],
-    }
+    reference = {key: owner[key] for key in ("apiVersion", "kind")}
+    reference |= {key: owner["metadata"][key] for key in ("name", "uid")}
+    meta = {"name": pods.secret_name, "labels": _labels(pods), "ownerReferences": [reference]}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {
-            **_metadata(pods),
-            "name": pods.secret_name,
-            "ownerReferences": [reference],
-        },
+        "metadata": _metadata(pods) | meta,
         "type": "Opaque",
         "immutable": True,
-        "stringData": {SECRET_KEY: value},
+        "stringData": {"secret": value},
     }
 
 
@@ -314,155 +251,64 @@ def secret_of(pods: Pods, owner: Object, value: str) -> Object:
 
 
 def _metadata(pods: Pods) -> Object:
-    labels = {"app.kubernetes.io/name": pods.name, "app.kubernetes.io/managed-by": "torchweft"}
-    namespace = {"namespace": pods.namespace} if pods.namespace else {}
-    return {"name": pods.name, **namespace, "labels": labels}
+    return {"name": pods.name} | ({"namespace": pods.namespace} if pods.namespace else {})
 
 
-def _replicated(name: str, count: int, template: Object) -> Object:
-    return {
-        "name": name,
-        "replicas": 1,
-        "template": {
-            "spec": {
-                "completionMode": "Indexed",
-                "parallelism": count,
-                "completions": count,
-                # A worker does not start again alone: the JobSet starts the group again.
-                "backoffLimit": 0,
-                "template": template,
-            }
-        },
-    }
+def _labels(pods: Pods) -> Object:
+    return {"app.kubernetes.io/name": pods.name, "app.kubernetes.io/managed-by": "torchweft"}
 
 
-def _template(pods: Pods, identity: list[Object]) -> Object:
-    template = {"spec": _pod(pods, identity)}
-    if pods.metrics is None:
-        return template
-    # Read by the usual configurations of Prometheus; the operator of Prometheus takes a PodMonitor
-    # that names the port.
-    annotations = {
-        "prometheus.io/scrape": "true",
-        "prometheus.io/port": str(pods.metrics.port),
-        "prometheus.io/path": "/metrics",
-    }
-    return {"metadata": {"annotations": annotations}, **template}
+def _replicated(group: Object, name: str, count: int, identity: list[Object]) -> Object:
+    """Returns a copy of a replicated job for so many workers, whose first variables are given."""
+    made: Object = copy.deepcopy(group) | {"name": name}
+    spec = made["template"]["spec"]
+    spec["parallelism"] = spec["completions"] = count
+    container = spec["template"]["spec"]["containers"][0]
+    container["env"] = [*identity, *container["env"]]
+    return made
 
 
-def _pod(pods: Pods, identity: list[Object]) -> Object:
-    return {
-        "restartPolicy": "Never",
-        # Otherwise the worker is process 1, which ignores SIGTERM.
-        "shareProcessNamespace": True,
-        "enableServiceLinks": False,
-        "automountServiceAccountToken": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": pods.user,
-            "runAsGroup": pods.user,
-            "fsGroup": pods.user,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "volumes": _volumes(pods),
-        "initContainers": [_copying(pods)],
-        "containers": [_container(pods, identity)],
-    }
-
-
-def _volumes(pods: Pods) -> list[Object]:
-    volumes: list[Object] = [
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory}},
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "secret-copy", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
-        {
-            "name": "secret",
-            "secret": {
-                "secretName": pods.secret_name,
-                "defaultMode": 0o440,
-                "items": [{"key": SECRET_KEY, "path": SECRET_KEY}],
-            },
-        },
-    ]
-    if pods.tls:
-        volumes.append({"name": "tls", "secret": {"secretName": pods.tls, "defaultMode": 0o440}})
-    return volumes
-
-
-def _confined() -> Object:
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-
-
-def _copying(pods: Pods) -> Object:
-    return {
-        "name": "secret",
-        "image": pods.image,
-        "command": [pods.python, "-c", _COPY],
-        "securityContext": _confined(),
-        "resources": _resources(pods, with_gpus=False),
-        "volumeMounts": [
-            _mount("secret", _SECRET_SOURCE, is_read_only=True),
-            _mount("secret-copy", _SECRET_FOLDER),
-        ],
-    }
-
-
-def _container(pods: Pods, identity: list[Object]) -> Object:
-    mounts = [
-        _mount("shm", "/dev/shm"),
-        _mount("tmp", "/tmp"),
-        _mount("secret-copy", _SECRET_FOLDER, is_read_only=True),
-    ]
-    if pods.tls:
-        mounts.append(_mount("tls", _TLS_FOLDER, is_read_only=True))
-    ports = {}
-    if pods.metrics is not None:
-        ports = {"ports": [{"name": "metrics", "containerPort": pods.metrics.port}]}
-    return {
-        "name": CONTAINER,
-        "image": pods.image,
-        "command": [_literal(part) for part in pods.command],
-        **ports,
-        "env": [*identity, *_surroundings(pods)],
-        "resources": _resources(pods),
-        "securityContext": _confined(),
-        "readinessProbe": _probe(pods, "--joined", period_s=10, failures=3),
-        "livenessProbe": _probe(pods, period_s=30, failures=10),
-        "volumeMounts": mounts,
-    }
-
-
-def _probe(pods: Pods, *options: str, period_s: int, failures: int) -> Object:
-    return {
-        "exec": {"command": [pods.python, "-m", "torchweft", "probe", *options]},
-        "periodSeconds": period_s,
-        "timeoutSeconds": 10,
-        "failureThreshold": failures,
-    }
-
-
-def _resources(pods: Pods, *, with_gpus: bool = True) -> Object:
+def _fill_template(template: Object, pods: Pods) -> None:
+    """Fills in the template of all pods."""
+    spec = template["spec"]
+    spec["securityContext"] |= dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), pods.user)
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    volumes["shm"]["emptyDir"]["sizeLimit"] = pods.shared_memory
+    volumes["secret"]["secret"]["secretName"] = pods.secret_name
+    (copying,), (worker,) = spec["initContainers"], spec["containers"]
     amounts = {"cpu": pods.cpus, "memory": pods.memory}
     wanted = {name: amount for name, amount in amounts.items() if amount}
-    if pods.gpus and with_gpus:
-        wanted["nvidia.com/gpu"] = str(pods.gpus)
-    return {"requests": wanted, "limits": dict(wanted)} if wanted else {}
+    gpus = {"nvidia.com/gpu": str(pods.gpus)} if pods.gpus else {}
+    for container, resources in ((copying, wanted), (worker, wanted | gpus)):
+        container["image"] = pods.image
+        limits = {"requests": resources, "limits": dict(resources)}
+        container["resources"] = limits if resources else {}
+    copying["command"].insert(0, pods.python)
+    for probe in ("readinessProbe", "livenessProbe"):
+        worker[probe]["exec"]["command"].insert(0, pods.python)
+    worker["command"] = [_literal(part) for part in pods.command]
+    worker["env"] += [_variable(name, _literal(text)) for name, text in _variables(pods).items()]
+    if pods.tls:
+        secret = {"secretName": pods.tls, "defaultMode": 0o440}
+        spec["volumes"].append({"name": "tls", "secret": secret})
+        mount = {"name": "tls", "mountPath": _TLS_FOLDER, "readOnly": True}
+        worker["volumeMounts"].append(mount)
+    if pods.metrics is not None:
+        worker["ports"] = [{"name": "metrics", "containerPort": pods.metrics.port}]
+        # Read by the usual configurations of Prometheus; the operator of Prometheus takes a
+        # PodMonitor that names the port.
+        annotations = {"scrape": "true", "port": str(pods.metrics.port), "path": "/metrics"}
+        marks = {f"prometheus.io/{name}": value for name, value in annotations.items()}
+        template["metadata"] = {"annotations": marks}
 
 
-def _surroundings(pods: Pods) -> list[Object]:
-    """Returns the variables that are the same for all workers."""
+def _variables(pods: Pods) -> dict[str, str]:
+    """Returns the variables that are the same for all workers, beside those of the template."""
+    first = "worker" if pods.prefix else "rank0"
     variables = {
-        "WEFT_SECRET_FILE": f"{_SECRET_FOLDER}/{SECRET_KEY}",
-        # Nodes may have to be made, and the image to be loaded.
-        "WEFT_INIT_TIMEOUT_S": "600",
-        "PYTHONUNBUFFERED": "1",
-        # The user may be unknown in the image, and the root file system cannot be written.
-        "HOME": "/tmp",
-        "USER": "weft",
+        "WORLD_SIZE": str(len(pods.names)),
+        "MASTER_ADDR": f"{pods.name}-{first}-0-0.{pods.name}",
+        "MASTER_PORT": str(pods.master_port or _MASTER_PORT),
     }
     if pods.tls:
         variables |= {
@@ -472,29 +318,19 @@ def _surroundings(pods: Pods) -> list[Object]:
         }
     if pods.metrics is not None:
         variables[VARIABLE] = str(pods.metrics)
-    if pods.cpus:
+    with contextlib.suppress(ValueError):  # no limit, or an amount that the cluster refuses
+        cores = float(pods.cpus.removesuffix("m")) / (1000 if pods.cpus.endswith("m") else 1)
         # Otherwise as many threads as the node has cores.
-        cores = float(pods.cpus[:-1]) / 1000 if pods.cpus.endswith("m") else float(pods.cpus)
-        variables["OMP_NUM_THREADS"] = str(max(1, math.floor(cores)))
-    variables |= pods.env
-    return [_variable(name, _literal(value)) for name, value in variables.items()]
+        variables["OMP_NUM_THREADS"] = str(max(1, int(cores)))
+    return variables | dict(pods.env)
 
 
 def _variable(name: str, value: str) -> Object:
     return {"name": name, "value": value}
 
 
-def _from_field(name: str, path: str) -> Object:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
 def _literal(text: str) -> str:
     return text.replace("$", "$$")
-
-
-def _mount(name: str, path: str, *, is_read_only: bool = False) -> Object:
-    mount: Object = {"name": name, "mountPath": path}
-    return mount | {"readOnly": True} if is_read_only else mount
 
 
 # What the cluster says of a JobSet and its pods
