@@ -43,6 +43,7 @@ CALLERS = {
     "use",
     "run_on_owners",
     "start",
+    "start_call",
     "start_calls",
 }
 """Names of callables that have another worker run one of their arguments."""
