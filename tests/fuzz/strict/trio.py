@@ -80,8 +80,8 @@ class Way:
         if self._queue is not None:
             self._queue.append((self, b"".join(message)))
 
-    def hold(self, part: Buffer) -> int:
-        self.send([part], may_block=False)
+    def hold(self, parts: Sequence[Buffer]) -> int:
+        self.send(parts, may_block=False)
         return 0
 
     def flush(self) -> None: ...

@@ -56,8 +56,8 @@ class _Link:
         for part in message:
             assert len(bytes(part)) < 1 << 22, "a short message has a long answer"
 
-    def hold(self, part: Buffer) -> int:
-        self.send([part], may_block=False)
+    def hold(self, parts: list[Buffer]) -> int:
+        self.send(parts, may_block=False)
         return 0
 
     def flush(self) -> None: ...
