@@ -260,22 +260,12 @@ class Counting(Watcher):
         """Returns what was counted so far, of this time and earlier ones."""
         return (*self.made.counts(), *self.taken.counts())
 
-    def stop(self) -> None:
-        """Counts no further calls, until somebody wants to know again."""
-        with self._lock:
-            self._stop()
-
-    def _stop(self) -> None:
-        self._until_s = -math.inf
-        if self._is_on:
-            self._is_on = False
-            self._worker.unwatch(self)
-
     def tick(self, now_s: float) -> float:
         """Collects the times, and stops when nobody wants to know any more; a job of the timers."""
         with self._lock:
-            if now_s > self._until_s:
-                self._stop()
+            if self._is_on and now_s > self._until_s:
+                self._is_on = False
+                self._worker.unwatch(self)
             is_on = self._is_on
         self.made.collect()
         self.taken.collect()
