@@ -81,6 +81,7 @@ from torchweft.engine.channels.memory import (
     slab_size,
 )
 from torchweft.engine.codec.tensors import shared_ranges
+from torchweft.engine.io.handshake import credentials_of
 from torchweft.engine.io.ring import create_sealed, sealed_size
 from torchweft.errors import ConfigurationError, ProtocolError
 
@@ -110,7 +111,6 @@ PROCESSES = Path("/proc")
 
 _MADV_REMOVE = 9
 _MADV_POPULATE_READ = 22
-_CREDENTIALS = struct.Struct("3i")
 _DEAD = ("Z", "X")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -240,8 +240,7 @@ class Process(NamedTuple):
 
 def peer_of(connection: socket.socket) -> Process:
     """Returns the process at the other end of a Unix socket."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return process(_CREDENTIALS.unpack(credentials)[0])
+    return process(credentials_of(connection)[0])
 
 
 def process(pid: int) -> Process:

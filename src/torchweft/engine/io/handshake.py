@@ -327,7 +327,7 @@ def _proof(key: Secret, to: int, number: bytes) -> bytes:
     return key.sign(b"voucher", str(to).encode(), number)[:VOUCHER_PROOF_BYTES]
 
 
-_CREDENTIALS = struct.Struct("iII")  # process, user and group
+_CREDENTIALS = struct.Struct("iII")
 _WORD = struct.Struct("=I")
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _ESTABLISHED = "01"
@@ -363,9 +363,14 @@ def user_of(connection: socket.socket) -> int | None:
     """
     if connection.family != socket.AF_UNIX:
         return _user_of_tcp(connection)
+    return credentials_of(connection)[1]
+
+
+def credentials_of(connection: socket.socket) -> tuple[int, int, int]:
+    """Returns the process, the user and the group at the other end of a Unix socket."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(data)[1]
-    return user
+    process, user, group = _CREDENTIALS.unpack(data)
+    return process, user, group
 
 
 def _user_of_tcp(connection: socket.socket) -> int | None:
