@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -180,7 +181,7 @@ def raising(work: Callable[[], None]) -> str:
         except Alarm:
             arrived += 1
         except Exception as error:
-            wrong.add(f"{type(error).__name__}: {error}")
+            wrong.add("".join(traceback.format_exception(error)))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     work()

@@ -214,7 +214,9 @@ def _users(entries: list[TracebackType]) -> list[TracebackType]:
 def _joined(entries: list[TracebackType]) -> TracebackType | None:
     following: TracebackType | None = None
     for entry in reversed(entries):
-        following = TracebackType(following, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+        # A signal handler may have raised where a function begins, which is on no line.
+        line = entry.tb_lineno or entry.tb_frame.f_code.co_firstlineno
+        following = TracebackType(following, entry.tb_frame, entry.tb_lasti, line)
     return following
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import traceback
+import types
 
 import pytest
 
@@ -66,3 +67,14 @@ def test_errors_that_led_to_each_other_come_to_an_end() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     tracebacks.drop_frames(one)
+
+
+def test_an_error_that_came_on_no_line_of_a_function_stays_itself() -> None:
+    """As where a signal handler raises at the begin of a function."""
+    code = fail_twice.__code__.replace(co_linetable=b"")
+    function = types.FunctionType(code, globals(), "fail_twice")
+    with pytest.raises(ValueError, match="kept") as caught:
+        function(OSError("hidden"))
+    tracebacks.shorten(caught.value)
+    names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    assert names[-1] == "fail_twice"
