@@ -18,7 +18,7 @@ def _forgotten(group: Cluster) -> None:
 
 
 def test_calls_for_values_are_counted_under_the_name_of_the_stream() -> None:
-    counting = current_node().observed.reporter.counting
+    counting = current_node().reporter.counting
     counting.extend(60.0)
     try:
         assert list(rpc.stream("worker0", functions.count_on, (3,))) == [0, 1, 2]

@@ -19,7 +19,6 @@ from torchweft.errors import (
 )
 from torchweft.observe.metrics import reader_of
 from torchweft.rpc import joining
-from torchweft.rpc.node import current_node
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,7 +47,7 @@ def join_unasked(name: str, rank: int, method: str) -> None:
 
 
 def begin_metrics() -> None:
-    kept["metrics"] = reader_of(current_node(), group=True, timeout_s=10.0)
+    kept["metrics"] = reader_of(group=True, timeout_s=10.0)
 
 
 def workers_in_metrics() -> dict[str, float]:
