@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 import time
 from typing import NamedTuple
@@ -74,7 +75,7 @@ def watch(mode: str) -> None:
     if mode in (COUNTERS, BOTH):
         node.reporter.counting.extend(3600.0)
     else:
-        node.reporter.counting.stop()
+        node.reporter.counting.tick(math.inf)
     if mode in (TRACE, BOTH):
         RECORDER.get().begin(_TRACE, node.agent.me.id, _LIMIT, profiles=False)
 
