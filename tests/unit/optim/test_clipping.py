@@ -15,15 +15,6 @@ TYPES = [1.0, 2.0, 3.5, math.inf]
 
 
 @pytest.mark.parametrize("norm_type", TYPES)
-def test_the_norm_of_norms_is_the_norm_of_all(norm_type: float) -> None:
-    generator = torch.Generator().manual_seed(3)
-    gradients = [torch.randn(size, generator=generator, dtype=torch.float64) for size in (4, 1, 7)]
-    whole = torch.linalg.vector_norm(torch.cat(gradients), norm_type)
-    parts = norm_of([norm(gradient, norm_type) for gradient in gradients], norm_type)
-    torch.testing.assert_close(parts, whole, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("norm_type", TYPES)
 def test_entries_of_a_sparse_gradient_at_one_place_count_as_their_sum(norm_type: float) -> None:
     indices, values = torch.tensor([[1, 3, 1]]), torch.tensor([[3.0, 1.0], [0.5, 2.0], [-2.0, 4.0]])
     gradient = torch.sparse_coo_tensor(indices, values, (5, 2), check_invariants=True)

@@ -18,10 +18,6 @@ def _group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "here", SimpleNamespace(peers=peers))
 
 
-def test_no_failure_is_no_error() -> None:
-    raise_failures("the step", [])
-
-
 def test_the_first_error_is_the_cause_and_all_are_in_the_text() -> None:
     first = ValueError("too big")
     with pytest.raises(OptimizerError) as caught:

@@ -1,4 +1,4 @@
-"""Tests parameter groups as users write them, and the part that each owner gets."""
+"""Tests parameter groups as users write them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import torch
 
 from tests.unit.optim.references import reference
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim.distributed import split_groups
-from torchweft.optim.local import GroupPart
-from torchweft.optim.states import Group, by_owner, read_groups, read_references
+from torchweft.optim.states import Group, read_groups, read_references
 
 A, B, C = (reference(owner, number) for owner, number in ((1, 0), (2, 0), (1, 1)))
-
-
-def test_a_list_of_references_is_one_group() -> None:
-    assert read_groups(iter([A, B])) == [Group({}, [A, B])]
 
 
 def test_dicts_are_groups_and_may_hold_a_single_reference() -> None:
@@ -66,15 +60,3 @@ def test_plain_references_are_checked_in_the_same_way() -> None:
         read_references([A, "b"])
     with pytest.raises(ConfigurationError, match="parameters 0 and 1 are the same"):
         read_references([A, A])
-
-
-def test_references_keep_their_positions() -> None:
-    assert by_owner([A, B, C]) == {1: [(0, A), (2, C)], 2: [(1, B)]}
-
-
-def test_every_owner_gets_its_part_of_each_group() -> None:
-    groups = [Group({"lr": 0.1}, [A, B]), Group({}, [C])]
-    assert split_groups(groups, first_group=3, first_number=10) == {
-        1: [GroupPart(3, {"lr": 0.1}, [10], [A]), GroupPart(4, {}, [12], [C])],
-        2: [GroupPart(3, {"lr": 0.1}, [11], [B])],
-    }

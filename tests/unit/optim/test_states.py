@@ -22,20 +22,6 @@ STATE = as_state_dict(
 )
 
 
-def test_it_is_that_of_a_local_optimizer_and_two_keys_more() -> None:
-    assert STATE == {
-        "state": {0: {"step": 1}, 2: {"step": 3}},
-        "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1, 2]}],
-        "parameters": [
-            {"owner": "a", "shape": (2,), "dtype": "float32"},
-            {"owner": "b", "shape": (3, 4), "dtype": "float32"},
-            {"owner": "a", "shape": (), "dtype": "float32"},
-        ],
-        "classes": ["SGD"],
-    }
-    check_fits(STATE, [1, 2], PARAMETERS)
-
-
 def test_what_is_read_goes_by_position() -> None:
     saved = {
         "state": {7: "of the second", "all": "of none"},

@@ -3,12 +3,6 @@ from __future__ import annotations
 from torchweft.engine.threads.reports import KEPT, Events
 
 
-def test_events_are_formatted_when_asked_for() -> None:
-    events = Events()
-    events.note("worker %r is lost: %s", "worker1", "end of file")
-    assert [text for _, text in events.all()] == ["worker 'worker1' is lost: end of file"]
-
-
 def test_only_the_last_events_are_kept() -> None:
     events = Events()
     for number in range(KEPT + 5):

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import gc
-import math
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -44,15 +45,6 @@ assert ended == [True] * 12, ended
 def test_frames_are_found_while_the_collector_lets_other_threads_run() -> None:
     """In a process of its own: a failure stops all threads of it."""
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=30)
-
-
-def test_a_collector_that_is_off_stays_off() -> None:
-    gc.disable()
-    try:
-        assert threading.get_ident() in interrupts.current_frames()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
@@ -103,18 +95,59 @@ def test_ctrl_c_belongs_to_the_main_thread() -> None:
         assert not pool.submit(interrupts.is_of_handler, KeyboardInterrupt()).result()
 
 
-def test_a_flag_is_set_once_and_stays_set() -> None:
-    flag = interrupts.Flag()
-    assert not flag.wait(0)
-    flag.set()
-    flag.set()
-    assert flag.wait(0)
-    assert flag.wait(math.inf)
+@pytest.fixture
+def switching_often() -> Iterator[None]:
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval_s)
+    gc.enable()
 
 
-def test_who_waits_for_a_flag_is_woken() -> None:
-    flag = interrupts.Flag()
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(flag.wait, 20.0) for _ in range(2)]
-        flag.set()
-        assert [each.result() for each in waiting] == [True, True]
+def test_frames_of_each_thread_innermost_last() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def outer() -> None:
+        inner()
+
+    def inner() -> None:
+        inside.set()
+        leave.wait()
+
+    thread = threading.Thread(target=outer)
+    thread.start()
+    inside.wait()
+    stacks = interrupts.all_stacks()
+    leave.set()
+    thread.join()
+    names = [frame.f_code.co_name for frame in stacks[thread.ident or 0]]
+    place = names.index("outer")
+    assert names[place + 1] == "inner"
+    assert names[-1] in ("inner", "wait")
+    own = [frame.f_code.co_name for frame in stacks[threading.get_ident()]]
+    assert own.index("test_frames_of_each_thread_innermost_last") < own.index("all_stacks")
+
+
+@pytest.mark.usefixtures("switching_often")
+def test_a_collector_that_the_program_turns_off_stays_off() -> None:
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            interrupts.all_stacks()
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    seen = []
+    for _ in range(50):
+        gc.enable()
+        time.sleep(1e-4)
+        seen.append(gc.isenabled())
+        gc.disable()
+        time.sleep(1e-4)
+        seen.append(gc.isenabled())
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert seen == [True, False] * 50
