@@ -132,10 +132,6 @@ def _announce() -> Any:
     return rpc.rpc_sync(SERVER, publisher.announce, (_told("inbox"), Version(life, 99)))
 
 
-def _unsubscribe() -> Any:
-    return _told("publisher").rpc_sync().unsubscribe(_told("inbox"))
-
-
 def _write() -> Any:
     return rpc.rpc_sync(SERVER, owners.write, (_told("part"), _told("directory"), *FILE))
 

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from tests.contract.processes.functions import _gates, _gates_lock, _kept, pass_gate
+from tests.contract.processes.functions import _gates, _gates_lock, pass_gate
 from tests.memory_counts import HeldCounts, PoolCounts, first_for, held_counts, pool_counts
 from torchweft.engine.channels import pull
 from torchweft.engine.worker.current import current
@@ -29,10 +29,6 @@ def fill(tensor: torch.Tensor, value: float) -> float:
 
 def make_tensor(size_bytes: int) -> torch.Tensor:
     return torch.arange(size_bytes, dtype=torch.int64).to(torch.uint8)
-
-
-def keep_tensor(name: str, size_bytes: int) -> None:
-    _kept[name] = make_tensor(size_bytes)
 
 
 def held_for(peer: str) -> HeldCounts:

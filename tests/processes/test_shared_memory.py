@@ -26,8 +26,6 @@ from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
-SIZE = 1 << 20
-
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept(group: Cluster) -> Iterator[None]:

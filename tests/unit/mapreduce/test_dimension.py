@@ -32,10 +32,6 @@ Pair = namedtuple("Pair", "first second")
 X = torch.arange(10.0).view(5, 2)
 
 
-def split(partitioner: TensorDimensionPartitioner, *args: Any, **kwargs: Any) -> list[Part]:
-    return partitioner(*args, **kwargs)
-
-
 def indices(parts: list[Part]) -> list[tuple[int, list[int], float]]:
     """Returns worker, indices and weight of each part of an ``arange``."""
     return [(part[0], part[1][0].flatten().tolist(), part.weight) for part in parts]

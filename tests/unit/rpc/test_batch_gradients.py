@@ -49,34 +49,6 @@ def close(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_each_call_has_the_gradients_of_a_call_alone(layer: nn.Linear, requires_grad: bool) -> None:
-    calls = inputs(4, requires_grad)
-    results = run(lambda x: layer(x).tanh(), *[(each * 1,) for each in calls])
-    for number in (2, 0, 3):  # One of them has no pass.
-        layer.zero_grad()
-        results[number].square().sum().backward()
-        found = [each.grad for each in (*layer.parameters(), calls[number])]
-        calls[number].grad = None
-        layer.zero_grad()
-        layer(calls[number]).tanh().square().sum().backward()
-        for one, each in zip(found, (*layer.parameters(), calls[number]), strict=True):
-            assert close(one, each.grad) if each.requires_grad else one is None
-        calls[number].grad = None
-    assert calls[1].grad is None
-
-
-def test_one_pass_through_several_calls(layer: nn.Linear) -> None:
-    calls = inputs(3)
-    one, other, _ = run(lambda x: layer(x).tanh(), *[(each,) for each in calls])
-    (one * other).sum().backward()
-    found = layer.weight.grad
-    layer.zero_grad()
-    (layer(calls[0]).tanh() * layer(calls[1]).tanh()).sum().backward()
-    assert close(found, layer.weight.grad)
-    assert calls[2].grad is None
-
-
 def test_padded_calls_have_gradients_of_their_own_size() -> None:
     short, long = (torch.ones(n, dtype=torch.float64, requires_grad=True) for n in (2, 3))
     results = run(lambda x: x.square().sum(dim=1), (short,), (long,), pad=5.0)

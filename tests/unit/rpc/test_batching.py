@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
-from torchweft.errors import ConfigurationError, QueueFull
+from torchweft.errors import ConfigurationError
 from torchweft.rpc.batching import _QUEUES
 from torchweft.rpc.functions import BatchStatistics, batch_statistics, batched
 
@@ -67,22 +67,6 @@ def test_threads_of_the_worker_are_not_refused(pair: Pair) -> None:
     assert found.calls == 8
     assert max(found.sizes) <= 2
     assert found.refused == 0
-
-
-def test_other_workers_are_refused(pair: Pair) -> None:
-    _may_go_on.clear()
-    _began.clear()
-    first = pair.start(gated, torch.tensor(0.0))
-    assert _began.wait(LIMIT_S)
-    others = [pair.start(gated, torch.tensor(float(each))) for each in range(1, 4)]
-    failures = 0
-    with pytest.raises(QueueFull):
-        others[2].wait()
-    _may_go_on.set()
-    for call in (first, *others[:2]):
-        failures += call.wait() is None
-    assert failures == 0
-    assert batch_statistics(gated).refused == 1
 
 
 def test_a_batch_that_waits_for_itself_is_refused(pair: Pair) -> None:

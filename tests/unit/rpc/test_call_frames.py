@@ -19,11 +19,9 @@ from torchweft.engine.codec.values import decode, no_home
 from torchweft.engine.wire.frames import HEADER_BYTES
 from torchweft.engine.wire.messages import (
     NO_GRAD,
-    HandedReference,
     decode_call,
     place_in_graph,
 )
-from torchweft.ids import ReferenceId
 from torchweft.rpc import codec
 
 native = loading.native
@@ -129,6 +127,3 @@ def test_the_numbers_of_a_graph_are_put_into_a_frame() -> None:
         head = decode_call(frame[HEADER_BYTES:])
         assert head[:4] == (1.0, 5, b"m:f", b"span")
         assert head[4][:2] == numbers
-
-
-HANDED = HandedReference(ReferenceId(1, 2, 3), 4)

@@ -61,12 +61,6 @@ def test_the_order_of_the_keys_of_a_dict_does_not_count(keys: tuple[Any, ...]) -
     assert fewer.structure != parts[0].structure
 
 
-def test_tensors_are_stacked_and_other_values_listed() -> None:
-    tensors, numbers = stack([(torch.ones(2), torch.zeros(2)), (3, "x")], None)
-    assert tensors.tolist() == [[1.0, 1.0], [0.0, 0.0]]
-    assert numbers == [3, "x"]
-
-
 def test_smaller_tensors_are_filled_up_at_the_end_of_each_dimension() -> None:
     (joined,) = stack([(torch.ones(1, 3), torch.ones(2, 1))], -1.0)
     assert joined.tolist() == [[[1, 1, 1], [-1, -1, -1]], [[1, -1, -1], [1, -1, -1]]]

@@ -32,7 +32,6 @@ KIB, MIB, NEVER = 1 << 10, 1 << 20, 1 << 60
 FROM = 70 * KIB
 """Size from which the channel that is tested takes buffers; smaller ones follow their message."""
 SIZES = [0, 1, 4096, FROM - 1, FROM, FROM + 1, MIB, 4 * MIB + 3]
-HOST = [channel.name for channel in CHANNELS if not channel.is_for_devices]
 KNOBS: dict[str, Any] = {
     "shm": knobs.SHM_FROM_BYTES,
     "cma": knobs.CMA_FROM_BYTES,

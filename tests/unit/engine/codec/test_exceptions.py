@@ -25,8 +25,6 @@ from torchweft.engine.codec.objects import pack_plain
 from torchweft.engine.codec.tracebacks import PRINTS_NOTES, RemoteTraceback, places_of
 from torchweft.errors import CallTimeout, RemoteError, WeftError
 
-HERE = "tests.unit.engine.codec.test_exceptions"
-
 
 class Keyword(Exception):
     """Takes arguments that it does not pass to its base."""

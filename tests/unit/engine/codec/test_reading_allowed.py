@@ -18,7 +18,6 @@ from torchweft.engine.codec.reading import AllowList
 from torchweft.errors import NotAllowed, UnknownFunction
 
 MODULE = admitted.__name__
-BESIDE = "tests.unit.engine.codec.importable"
 
 
 @pytest.fixture

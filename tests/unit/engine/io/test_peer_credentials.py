@@ -12,7 +12,6 @@ from torchweft.engine.io import handshake
 from torchweft.engine.io.handshake import check_user, user_of
 from torchweft.errors import ProtocolError
 
-LIMIT_S = 10.0
 KINDS = ["unix", "127.0.0.1", "127.8.8.8", "::1"]
 
 
