@@ -46,7 +46,6 @@ class TransferLoop:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._epoll: select.epoll | None = None
-        self._close_fd = -1
         self._is_closing = False
 
     def watch(self, fd: int, handler: Handler, interest: int) -> None:
@@ -63,11 +62,10 @@ class TransferLoop:
         with self._lock:
             if self._is_closing:
                 raise ConnectionAbortedError("this worker has shut down")
-            if self._epoll is None:
-                self._start()
-            assert self._epoll is not None
+            epoll = self._epoll = self._epoll or select.epoll()
+            self._start(epoll)
             self._handlers[fd] = handler
-            self._epoll.register(fd, interest)
+            epoll.register(fd, interest)
 
     def arm(self, fd: int, interest: int) -> None:
         """Arms ``fd`` for one ``READABLE`` or ``WRITABLE`` event; ignores ``NOTHING``."""
@@ -91,30 +89,25 @@ class TransferLoop:
             epoll, threads = self._epoll, self._threads
         if epoll is None:
             return
-        os.eventfd_write(self._close_fd, 1)
+        # Level-triggered and never read: wakes all threads.
+        close_fd = os.eventfd(1)
+        epoll.register(close_fd, select.EPOLLIN)
         for thread in threads:
             thread.join()
         epoll.close()
-        os.close(self._close_fd)
+        os.close(close_fd)
 
-    def _start(self) -> None:
-        self._epoll = select.epoll()
-        # Level-triggered and never read: wakes all threads.
-        self._close_fd = os.eventfd(0)
-        self._epoll.register(self._close_fd, select.EPOLLIN)
-        for number in range(1, self._thread_count + 1):
-            thread = threading.Thread(
-                target=self._serve, args=(self._epoll,), name=f"{self._name}-{number}", daemon=True
-            )
+    def _start(self, epoll: select.epoll) -> None:
+        """Starts the threads that are missing; one is enough where the system has room for few."""
+        while len(self._threads) < self._thread_count:
+            name = f"{self._name}-{len(self._threads) + 1}"
+            thread = threading.Thread(target=self._serve, args=(epoll,), name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # The system has no room for it now.
-                if self._threads:
-                    return  # One thread is enough.
-                self._epoll.close()
-                os.close(self._close_fd)
-                self._epoll = None
-                raise
+            except RuntimeError:
+                if not self._threads:
+                    raise
+                return
             self._threads.append(thread)
 
     def _serve(self, epoll: select.epoll) -> None:

@@ -89,7 +89,6 @@ class FrameParser:
         self._ahead_bytes = ahead_bytes
         # Pages that no message has reached take no memory; a bytearray is filled with zeros.
         self._view = memoryview(mmap.mmap(-1, receive_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        self._whole_view = [self._view]
         self._start = 0
         self._end = 0
         self.large: _LargeFrame | None = None
@@ -99,8 +98,6 @@ class FrameParser:
         """Returns the memory to receive the next bytes into, in order; never empty."""
         if self.large is not None:
             return self.large.missing
-        if not self._end:
-            return self._whole_view
         return [self._view[self._end :]]
 
     @property
@@ -169,7 +166,6 @@ class FrameParser:
             grown = memoryview(bytearray(size_bytes))
             grown[: self._end] = self._view[: self._end]
             self._view, self._capacity = grown, size_bytes
-            self._whole_view = [grown]
 
     def _copy_out(self, start: int, lengths: Sequence[int]) -> list[bytearray]:
         buffers = []
