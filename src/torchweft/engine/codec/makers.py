@@ -77,9 +77,8 @@ def made_parts(value: Any) -> Parts | None:
     if take_apart is not None and _has_name(kind):
         return take_apart(value)
     if kind is np.ndarray or issubclass(kind, _PLAINLY_REDUCED):
-        reduced = reduce_torch(value) or ()
-        is_call = len(reduced) == 2 and registry.rebuilds_plain.has(name_in(reduced[0]))
-        return (reduced[0], reduced[1]) if is_call else None
+        reduced: Any = reduce_torch(value)
+        return reduced if is_rebuilt(reduced) else None
     is_own = module.startswith(_WEFT) or issubclass(kind, _left_to_pickle)
     if is_own or is_reduced(kind) or kind in copyreg.dispatch_table or not _has_name(kind):
         return None
@@ -91,6 +90,12 @@ def made_parts(value: Any) -> Parts | None:
         name = value._name_
         return (_member, (kind, name)) if kind.__members__.get(name) is value else None
     return None
+
+
+def is_rebuilt(reduced: Any) -> bool:
+    """Whether a reduced value is a call that any reader makes, and nothing else."""
+    is_call = isinstance(reduced, tuple) and len(reduced) == 2
+    return is_call and registry.rebuilds_plain.has(name_in(reduced[0]))
 
 
 def name_in(function: Callable[..., Any]) -> str:

@@ -277,7 +277,7 @@ class Encoder(ExactEncoder):
 
     def _unfold_tensor(self, tensor: Tensor) -> tuple[Any, ...]:
         reduced = reduce_tensor(tensor)
-        if reduced is NotImplemented or (reduced is not None and not _is_rebuilt(reduced)):
+        if reduced is NotImplemented or (reduced is not None and not makers.is_rebuilt(reduced)):
             advice = "send tensor.as_subclass(torch.Tensor)"
             raise _refusal(tensor, advice if reduced is NotImplemented else _DENSE_ADVICE)
         attributes = vars(tensor)
@@ -296,15 +296,6 @@ def _counted(tag: int, count: int) -> bytes:
     if count >= _SIZE_LIMIT:
         raise SerializationError(f"it has {count} parts, too many; send large data as tensors")
     return NUMBER.pack(tag, count)
-
-
-def _is_rebuilt(reduced: object) -> bool:
-    """Whether a reduced value is a call from the closed list, and nothing else."""
-    return (
-        isinstance(reduced, tuple)
-        and len(reduced) == 2
-        and rebuilds_plain.has(makers.name_in(reduced[0]))
-    )
 
 
 def _refusal(value: object, advice: str) -> SerializationError:
@@ -326,8 +317,8 @@ def _refusal(value: object, advice: str) -> SerializationError:
 def _unfold_made(value: Any) -> tuple[Any, ...]:
     """Unfolds an object of Weft's own, of numpy, or a path as the call that rebuilds it."""
     kind = type(value)
-    reduced = reduce_torch(value)
-    if reduced is not None and _is_rebuilt(reduced):
+    reduced: Any = reduce_torch(value)
+    if makers.is_rebuilt(reduced):
         return _unfold_call(*reduced)
     if rebuilds_plain.has(makers.name_in(kind)):
         return _unfold_call(kind, tuple(getattr(value, each) for each in kind.__match_args__))
@@ -335,7 +326,7 @@ def _unfold_made(value: Any) -> tuple[Any, ...]:
         reduced = value.__reduce__()
         if isinstance(value, WeftError):
             reduced = reduced[:2]  # Notes and attributes of the program are left out.
-        if _is_rebuilt(reduced):
+        if makers.is_rebuilt(reduced):
             return _unfold_call(*reduced)
     raise _refusal(value, "send its parts, for instance as a dict")
 
