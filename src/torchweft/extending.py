@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from _thread import get_ident
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -64,7 +65,14 @@ from torchweft.rpc.calls import Future, OrderedFuture, ignore_errors, open_calls
 from torchweft.rpc.counting import Names as CalledNames
 from torchweft.rpc.joining import leave_failed
 from torchweft.rpc.node import current_node
-from torchweft.rpc.observed import Devices, Route, find_devices, request_of, route_to
+from torchweft.rpc.observed import (
+    Devices,
+    Route,
+    find_devices,
+    on_worker_lost,
+    request_of,
+    route_to,
+)
 from torchweft.rpc.observed import tell as tell_numbers
 from torchweft.rpc.options import Placement, find_placement
 from torchweft.rpc.ports import PORTS, Ports
@@ -158,6 +166,7 @@ __all__ = [
     "served_streams",
     "serves_another_strictly",
     "start_call",
+    "tell_losses",
     "tell_numbers",
     "this_worker",
     "unpack",
@@ -240,6 +249,23 @@ def worker_of(life: int) -> Member:
 def present_workers() -> Sequence[Member]:
     """Returns the workers of the group by rank; in an open group, without lost workers."""
     return current().members.present()
+
+
+def tell_losses(listener: T, tell: Callable[[T, WorkerLost], object]) -> None:
+    """Has lost workers told to an object as long as it lives; nothing is kept for that.
+
+    Args:
+        listener: The object, to which there are weak references.
+        tell: Called with the object and the loss, after the calls to the lost worker have failed.
+    """
+    reference = weakref.ref(listener)
+
+    def call(error: WorkerLost) -> None:
+        found = reference()
+        if found is not None:
+            tell(found, error)
+
+    weakref.finalize(listener, on_worker_lost(call)).atexit = False
 
 
 def launched_place() -> Placement:

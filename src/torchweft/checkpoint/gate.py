@@ -10,20 +10,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from torchweft.checkpoint.parts import owner_of
-from torchweft.errors import CallTimeout, WeftError, WorkerLost
-from torchweft.extending import caller, check_types, ignore_errors, worker_of
+from torchweft.errors import CallTimeout, WeftError
+from torchweft.extending import caller, check_types, ignore_errors, tell_losses, worker_of
 from torchweft.rpc import (
     UNSET_RPC_TIMEOUT,
     RRef,
     functions,
-    on_worker_lost,
     rpc_async,
     rpc_sync,
 )
@@ -57,7 +55,10 @@ class StepGate:
 
     def __init__(self) -> None:
         gate = _Gate()
-        _watch(gate)
+        # By id: another life may have the name of the lost one by now.
+        tell_losses(
+            gate, lambda found, _: found.end_lost(lambda worker: worker_of(worker).lost is not None)
+        )
         self.reference = RRef(gate)
 
     @classmethod
@@ -190,19 +191,6 @@ class _Gate:
         # Outside the lock: a callback of a future may call the gate again.
         for waiting in done:
             waiting.set_result(None)
-
-
-def _watch(gate: _Gate) -> None:
-    """Reports lost workers to the gate, for as long as there is a reference to it."""
-    weak = weakref.ref(gate)
-
-    def tell(_: WorkerLost) -> None:
-        watched = weak()
-        if watched is not None:
-            # By id: another life may have the name of the lost one by now.
-            watched.end_lost(lambda worker: worker_of(worker).lost is not None)
-
-    weakref.finalize(gate, on_worker_lost(tell)).atexit = False
 
 
 # Called by trainers and the driver on the worker that made the gate.

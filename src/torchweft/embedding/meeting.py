@@ -12,26 +12,19 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
 from torchweft.embedding.errors import StepError
 from torchweft.embedding.steps import Steps
 from torchweft.errors import ConfigurationError, WorkerLost
-from torchweft.extending import caller, check_caller, check_types
-from torchweft.rpc import expose, get_worker_info, on_worker_lost
+from torchweft.extending import caller, check_caller, check_types, tell_losses
+from torchweft.rpc import expose, get_worker_info
 
 M = TypeVar("M", bound="Meeting[Any]")
 P = TypeVar("P")
 _lock = threading.Lock()
-
-
-class Listener(Protocol):
-    """Something that waits for other workers."""
-
-    def worker_lost(self, error: WorkerLost) -> None:
-        """Fails what waits for a lost worker, if that takes part here."""
 
 
 class Meeting(Generic[P]):
@@ -74,7 +67,7 @@ class Meeting(Generic[P]):
             found: M | None = cls.named.get(name)
             if found is None:
                 found = cls.named[name] = make()
-                tell_losses(found)
+                tell_losses(found, cls.worker_lost)
             check(found)
             found.users[caller().id] += 1
         return found
@@ -156,15 +149,3 @@ class Meeting(Generic[P]):
         """Returns the trainers that have not pushed the step that is applied next."""
         with self.lock:
             return self.steps.missing()
-
-
-def tell_losses(listener: Listener) -> None:
-    """Has lost workers told to an object as long as it lives; it is not kept for that."""
-    reference = weakref.ref(listener)
-
-    def call(error: WorkerLost) -> None:
-        found = reference()
-        if found is not None:
-            found.worker_lost(error)
-
-    weakref.finalize(listener, on_worker_lost(call))

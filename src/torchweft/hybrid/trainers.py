@@ -24,7 +24,6 @@ from torch import Tensor, distributed
 from torch.autograd import Variable
 
 from torchweft.arguments import kind_of
-from torchweft.embedding.meeting import tell_losses
 from torchweft.embedding.recovery import is_there
 from torchweft.errors import (
     ArgumentTypeError,
@@ -33,7 +32,7 @@ from torchweft.errors import (
     WeftError,
     WorkerLost,
 )
-from torchweft.extending import check_types
+from torchweft.extending import check_types, tell_losses
 from torchweft.hybrid.plan import TrainersDiffer
 from torchweft.rpc import Future, get_worker_info, rpc_async
 
@@ -342,7 +341,7 @@ class Reductions:
         self._changed = threading.Condition()
         self._open = 0
         self._lost: WorkerLost | None = None
-        tell_losses(self)
+        tell_losses(self, Reductions.worker_lost)
 
     def reduce(self, bucket: Any) -> Any:
         """Reduces the gradients of a bucket; the future has them. A hook of DDP."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchweft import extending
 from torchweft.embedding import StepError, meeting
 from torchweft.embedding.meeting import Meeting
 from torchweft.embedding.steps import Steps
@@ -42,7 +43,7 @@ class Losses:
 @pytest.fixture(autouse=True)
 def losses(monkeypatch: pytest.MonkeyPatch) -> Losses:
     found = Losses()
-    monkeypatch.setattr(meeting, "on_worker_lost", found.listen)
+    monkeypatch.setattr(extending, "on_worker_lost", found.listen)
     monkeypatch.setattr(meeting, "get_worker_info", lambda: SimpleNamespace(name="ps0"))
     monkeypatch.setattr(meeting, "caller", lambda: found.caller)
     return found

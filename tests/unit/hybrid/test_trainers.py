@@ -82,7 +82,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     found = Group()
     monkeypatch.setattr(trainers.distributed, "get_world_size", lambda _: TRAINERS)
     monkeypatch.setattr(trainers.distributed, "all_reduce", found.all_reduce)
-    monkeypatch.setattr(trainers, "tell_losses", lambda _: None)
+    monkeypatch.setattr(trainers, "tell_losses", lambda *_: None)
     monkeypatch.setattr(trainers, "is_there", lambda worker: worker == "back")
     return found
 
