@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchweft import knobs, standard_streams
-from torchweft.cli import doctor, manifest, run, top
-from torchweft.errors import ConfigurationError
+from torchweft.cli import manifest, run, top
+from torchweft.errors import ConfigurationError, ObserveError, ProtocolError, UnknownWorker
 from torchweft.secret import write_new
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"torchweft {options.subcommand}: {error}", file=sys.stderr)
         return USAGE_STATUS
+    except (ObserveError, ProtocolError, UnknownWorker) as error:
+        print(f"torchweft {options.subcommand}: {error}", file=sys.stderr)
+        return top.FAILURE_STATUS
     except BrokenPipeError:  # As of a program whose output goes to ``head``.
         standard_streams.drop_output()
         return 0
@@ -86,7 +89,6 @@ def _build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     run.add_parser(subcommands, arguments)
     top.add_parsers(subcommands)
-    doctor.add_parser(subcommands)
     manifest.add_parser(subcommands, arguments)
     _add_secret_parser(subcommands)
     return parser

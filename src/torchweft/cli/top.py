@@ -1,4 +1,4 @@
-"""``torchweft top``, ``explain``, ``trace`` and ``probe``: what workers do, and why they wait."""
+"""``torchweft top``, ``explain``, ``trace``, ``doctor`` and ``probe``: what workers do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from torchweft import knobs
-from torchweft.errors import ConfigurationError, ObserveError, ProtocolError, UnknownWorker
+from torchweft.errors import ConfigurationError, UnknownWorker, WeftError
 from torchweft.observe.group import Answers, find, look_around, read_folder
 from torchweft.observe.looking import Looker
 from torchweft.observe.session import Access
@@ -19,6 +19,8 @@ from torchweft.observe.tracing.reading import graph_of, load, summary
 from torchweft.observe.waits import WaitGraph, as_json, explain
 
 if TYPE_CHECKING:
+    from torchweft.observe.doctor import Diagnosis
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 FAILURE_STATUS = 1
@@ -60,6 +62,25 @@ examples:
   torchweft trace step.json
   torchweft trace step.json --context 1"""
 
+PAIRS = 32
+"""Pairs of a running group that are measured, unless told otherwise."""
+
+DOCTOR_DESCRIPTION = """\
+Examines this host, or with --on others: starts workers, and looks at versions, limits, names,
+clocks, the channels between them with their rates, and the back end of collectives that fits. With
+--group, it starts nothing and asks the workers of a group that runs, as torchweft top does; each
+measured pair of them is busy for some milliseconds. Exit status 0 says that all is well, and 1 that
+something is to be changed; the output names the command."""
+
+DOCTOR_EXAMPLES = """\
+examples:
+  torchweft doctor
+  torchweft doctor --on "ssh --hosts a,b"
+  torchweft doctor --on "slurm --nodes 2 --workers-per-node 2"
+  torchweft doctor --on ray -n 3
+  torchweft doctor --group
+  torchweft doctor --group tcp:10.0.0.7:40123 --pairs 200"""
+
 PROBE_DESCRIPTION = """\
 Says by its exit status whether the workers of this host or container answer: 1 if one that has
 joined a group does not. It takes no part in the group. Where no worker has joined yet, or all have
@@ -72,6 +93,7 @@ def add_parsers(subcommands: Subparsers) -> None:
     _add_top(subcommands)
     _add_explain(subcommands)
     _add_trace(subcommands)
+    _add_doctor(subcommands)
     _add_probe(subcommands)
 
 
@@ -133,6 +155,43 @@ def _add_trace(subcommands: Subparsers) -> None:
     parser.set_defaults(execute=run_trace)
 
 
+def _add_doctor(subcommands: Subparsers) -> None:
+    parser = subcommands.add_parser(
+        "doctor",
+        help="say what of this host would make workers slow, or fail",
+        usage="torchweft doctor [--on LAUNCHER] [-n N] | [--group [GROUP]] [--pairs N] [--json]",
+        description=DOCTOR_DESCRIPTION,
+        epilog=DOCTOR_EXAMPLES,
+    )
+    parser.add_argument(
+        "--on",
+        metavar="LAUNCHER",
+        help="where to start the workers, with the options of the launcher (default: local)",
+    )
+    parser.add_argument(
+        "-n",
+        "--workers",
+        type=int,
+        metavar="N",
+        help="how many workers, beside this process (default: 1, or as the launcher says)",
+    )
+    parser.add_argument(
+        "--group",
+        nargs="?",
+        const="",
+        metavar="GROUP",
+        help="examine a running group, named as for torchweft top (default: the only one here)",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        metavar="N",
+        help=f"how many pairs of workers of the group to measure (default: {PAIRS})",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(execute=run_doctor)
+
+
 def _add_probe(subcommands: Subparsers) -> None:
     parser = subcommands.add_parser(
         "probe",
@@ -163,9 +222,6 @@ def run_top(options: argparse.Namespace) -> int:
         if options.web:
             return _serve(group.name, options)
         return _show(Looker(group, options.timeout), options)
-    except (ObserveError, ProtocolError, UnknownWorker) as error:
-        print(f"torchweft top: {error}", file=sys.stderr)
-        return FAILURE_STATUS
     except KeyboardInterrupt:
         return 0
 
@@ -187,11 +243,7 @@ def _check_together(options: argparse.Namespace) -> None:
 
 def run_explain(options: argparse.Namespace) -> int:
     """Explains the files of a folder, and returns the exit status."""
-    try:
-        answers, warnings = read_folder(options.folder)
-    except ObserveError as error:
-        print(f"torchweft explain: {error}", file=sys.stderr)
-        return FAILURE_STATUS
+    answers, warnings = read_folder(options.folder)
     for warning in warnings:
         print(f"torchweft explain: {warning}", file=sys.stderr)
     return _show_waits(answers, is_json=options.json)
@@ -243,14 +295,57 @@ def _serve(group: str, options: argparse.Namespace) -> int:
 
 def run_trace(options: argparse.Namespace) -> int:
     """Shows a trace, and returns the exit status."""
-    try:
-        trace = load(options.file)
-        is_whole = options.context is None
-        show(summary(trace) if is_whole else [graph_of(trace, options.context).text()])
-    except ObserveError as error:
-        print(f"torchweft trace: {error}", file=sys.stderr)
-        return FAILURE_STATUS
+    trace = load(options.file)
+    is_whole = options.context is None
+    show(summary(trace) if is_whole else [graph_of(trace, options.context).text()])
     return 0
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Examines the hosts, and returns the exit status."""
+    if options.group is not None:
+        return _examine_group(options)
+    if options.pairs is not None:
+        raise ConfigurationError("--pairs is for a running group: add --group")
+    from torchweft.launch import cluster
+    from torchweft.observe.doctor import examine
+    from torchweft.rpc import RpcBackendOptions
+
+    launcher = options.on or "local"
+    workers = 1 if options.workers is None and launcher == "local" else options.workers
+    # Different versions of torch are to be told beside everything else.
+    lenient = RpcBackendOptions(other_versions="warn")
+    try:
+        with cluster(workers, on=launcher, rpc_backend_options=lenient):
+            diagnosis = examine()
+    except ConfigurationError:
+        raise
+    except WeftError as error:
+        print(f"torchweft doctor: no group can be started: {error}", file=sys.stderr)
+        return FAILURE_STATUS
+    return _tell(diagnosis, is_json=options.json)
+
+
+def _examine_group(options: argparse.Namespace) -> int:
+    from torchweft.observe.doctor import examine_group
+
+    if options.on is not None or options.workers is not None:
+        raise ConfigurationError(
+            "--group examines a group that runs, and --on and -n start workers: omit one of both"
+        )
+    pairs = PAIRS if options.pairs is None else options.pairs
+    if pairs < 0:
+        raise ConfigurationError(f"--pairs is {pairs}; it is at least 0")
+    group = find(options.group, Access.from_environment())
+    return _tell(examine_group(group, most_pairs=pairs), is_json=options.json)
+
+
+def _tell(diagnosis: Diagnosis, *, is_json: bool) -> int:
+    if is_json:
+        print(json.dumps(diagnosis.as_json(), indent=2))
+    else:
+        show(diagnosis.parts())
+    return 0 if diagnosis.is_well else FAILURE_STATUS
 
 
 def run_probe(options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchweft.cli import doctor
+from torchweft.cli import top
 from torchweft.cli.main import USAGE_STATUS, main
 from torchweft.cli.run import INTERRUPTED_STATUS
 from torchweft.secret import Secret
@@ -94,7 +94,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(
     def interrupted(options: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "run", interrupted)
+    monkeypatch.setattr(top, "run_doctor", interrupted)
     assert main(["doctor"]) == INTERRUPTED_STATUS
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "")
