@@ -534,7 +534,6 @@ class HostFacts:
         descriptors: How many files and sockets the process may have open.
         mtu: The largest packet of each interface that is up, without loopback.
         addresses: To which its own host name resolves, if that was asked.
-        time_s: Seconds since 1970, when the answer was made.
         device: The device that it trains on: ``"cpu"`` or ``"cuda:0"``.
         backends: The back ends of collectives that its PyTorch has.
         has_infiniband: Whether a port of InfiniBand is active.
@@ -553,7 +552,6 @@ class HostFacts:
     descriptors: int
     mtu: tuple[tuple[str, int], ...]
     addresses: tuple[str, ...]
-    time_s: float
     device: str = "cpu"
     backends: tuple[str, ...] = ("gloo",)
     has_infiniband: bool = False

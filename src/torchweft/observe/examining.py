@@ -97,7 +97,6 @@ def gather(sys: str = "/sys", shm: str = "/dev/shm", *, is_resolved: bool = True
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         _interfaces(Path(sys)),
         _own_addresses() if is_resolved else (),
-        time.time(),
         devices.device,
         devices.backends,
         devices.has_infiniband,

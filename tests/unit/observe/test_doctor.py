@@ -29,7 +29,6 @@ WELL = HostFacts(
     4096,
     (("eth0", 1500),),
     ("10.0.0.1",),
-    0.0,
 )
 OTHER = replace(WELL, worker="worker1", host="host1")
 PAIR = PairFacts(

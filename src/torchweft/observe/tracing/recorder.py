@@ -249,12 +249,14 @@ class Recorder:
                 )
             self._recording = Recording(trace, leader, limit, profiles=profiles)
             self._recording.leave_out(call)
-        self._forget_loss = on_worker_lost(self._worker_lost)
+            # Race: the leader may be lost by now. Its loss is told by a thread that takes the lock.
+            self._forget_loss = on_worker_lost(self._worker_lost)
 
     def _worker_lost(self, _: WorkerLost) -> None:
-        recording = self._recording
-        if recording is not None and worker_of(recording.id[1]).lost is not None:
-            self.forget(*recording.id)
+        with self._lock:
+            recording = self._recording
+            if recording is not None and worker_of(recording.id[1]).lost is not None:
+                self._give_up()
 
     def end(self, trace: int, leader: int, call: object = None) -> None:
         """Stops noting; takes ``begin``'s arguments.
