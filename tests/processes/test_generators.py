@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tests.contract.processes import generator_functions as functions
@@ -24,5 +26,5 @@ def test_calls_for_values_are_counted_under_the_name_of_the_stream() -> None:
         assert list(rpc.stream("worker0", functions.count_on, (3,))) == [0, 1, 2]
         counted = {each.function: each.calls for each in counting.counts()}
     finally:
-        counting.stop()
+        counting.tick(math.inf)
     assert counted["a value of the stream of count_on"] >= 4
