@@ -445,8 +445,8 @@ class Pipe(Closing):
         old, workers = self._deployment, workers or self.workers
         with self._replaced(stages, workers, schedule, wiring, ties, example) as (new, groups):
             new.move_from(old)
-        if self._optimizer is not None and groups is not None:
-            self._optimizer.adopt(groups)
+            if self._optimizer is not None and groups is not None:
+                self._optimizer.adopt(groups)
 
     def resume(
         self,

@@ -8,7 +8,6 @@ is usually the same object in each step, while the samples change.
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -24,7 +23,7 @@ from torchweft.extending import ignore_errors
 from torchweft.pipeline.host import Host
 from torchweft.pipeline.schedules import Table
 from torchweft.pipeline.wiring import BATCH, Take, Wiring, describe, pick
-from torchweft.rpc import Future, RRef, on
+from torchweft.rpc import Future, RRef, as_completed, on
 
 END_S = 5.0
 """How long the end of a step, or of a pipeline, may take on a worker."""
@@ -285,33 +284,17 @@ class StepDriver:
         """
         hosts = self.open_hosts()
         self.number += 1
-        number, has_ended = self.number, threading.Event()
-
-        def end_others(future: torch.futures.Future[Any]) -> None:
-            try:
-                future.value()
-            except Exception:
-                if not has_ended.is_set():
-                    has_ended.set()
-                    self._end(number)
-
         futures: list[Future[Any]] = []
         failures: list[Exception] = []
         try:
             for row, host in enumerate(hosts):
                 given = self._inputs(row, batches), self._own_targets(row, targets)
-                future = host.rpc_async(0).start(number, is_training, zero_grad, *given)
-                futures.append(future)
-                # Of the base class: this thread may then read the answers itself.
-                torch.futures.Future.add_done_callback(future, end_others)
+                start = host.rpc_async(0).start
+                futures.append(start(self.number, is_training, zero_grad, *given))
         except Exception as error:
             failures.append(error)
-            self._end(number)
-        results = self._results(futures, failures)
-        if failures:
-            # The others failed because of the first, unless it was told to end by one of them.
-            raise min(failures, key=blame)
-        return [result for result in results if result is not None]
+            self._end()
+        return [result for result in self._results(futures, failures) if result is not None]
 
     def _inputs(self, row: int, batches: Sequence[Any]) -> dict[int, dict[int, list[Any]]]:
         """Returns what the stages of a worker take of the batch, by stage and micro-batch."""
@@ -327,27 +310,29 @@ class StepDriver:
         return {at: target for at, target in enumerate(targets) if seats[last, at] == row}
 
     def _results(self, futures: Sequence[Future[Any]], failures: list[Exception]) -> list[Any]:
-        """Waits for all workers; returns their results, and adds the errors to ``failures``."""
-        results = []
+        """Waits for all workers; if one fails, ends the step on the others and raises its error."""
         try:
-            for future in futures:
+            for future in as_completed(futures):
                 try:
-                    results.append(future.wait())
+                    future.wait()
                 except Exception as error:
-                    if not future.done():
-                        raise  # An error of a signal handler.
+                    if not failures:
+                        self._end()
                     failures.append(error)
         except BaseException:  # Ctrl-C
-            self._end(self.number)
+            self._end()
             cancel(futures)
             raise
-        return results
+        if failures:
+            # The others failed because of the first, unless it was told to end by one of them.
+            raise min(failures, key=blame)
+        return [future.wait() for future in futures]
 
-    def _end(self, number: int) -> None:
-        """Ends a step on all workers; does not wait for it."""
+    def _end(self) -> None:
+        """Ends the step on all workers; does not wait for that."""
         for host in self._hosts:
             with contextlib.suppress(WorkerLost):
-                ignore_errors(on(host, END_S).rpc_async(Host.abort, number))
+                ignore_errors(on(host, END_S).rpc_async(Host.abort, self.number))
 
 
 def blame(error: Exception) -> int:

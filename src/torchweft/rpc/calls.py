@@ -834,7 +834,9 @@ def as_completed(futures: Iterable[AnyFuture], timeout: float = 0.0) -> Iterator
             scores.append(future.wait())
     """
     pending = {id(future): future for future in _checked_futures(futures)}
-    limit_s = min(timeout if timeout > 0 else math.inf, remaining_time())
+    limit_s = timeout if timeout > 0 else math.inf
+    if current_call.get() is not None:
+        limit_s = min(limit_s, remaining_time())
     done: queue.SimpleQueue[AnyFuture] = queue.SimpleQueue()
     for future in pending.values():
         # Bypasses Weft's class: being told of the end does not count as looking at the error.
