@@ -130,6 +130,34 @@ def test_a_weight_of_two_stages_of_one_worker_is_stepped_and_moved_in_both() -> 
             assert_same(pipe, alone.model)
 
 
+class Counting(nn.Module):
+    """Counts its calls in further state, which is no tensor."""
+
+    count = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += 1
+        return inputs
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_further_state_of_modules_moves_and_is_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(*layers(3), Counting())
+    with Pipe(model, WORKERS[:2], Schedule1F1B(4), mse) as pipe:
+        pipe.step(*batch(0))
+        pipe.repartition(model, workers=WORKERS[1:])
+        assert pipe.state_dict()["3._extra_state"] == {"count": 4}  # type: ignore[comparison-overlap]
+        pipe.save(tmp_path, step=1)
+        pipe.step(*batch(0))
+        pipe.restore(tmp_path)
+        assert pipe.state_dict()["3._extra_state"] == {"count": 4}  # type: ignore[comparison-overlap]
+
+
 def test_hyper_parameters_of_schedulers_reach_the_workers_and_stay_after_a_move() -> None:
     model = layers(4)
     alone = Alone(model, torch.optim.SGD, lr=0.1)

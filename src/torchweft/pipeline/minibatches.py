@@ -8,13 +8,13 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchweft.arguments import kind_of, wrong_type
+from torchweft.arguments import kind_of
 from torchweft.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -252,18 +252,6 @@ def _note(
         error = raised
     if is_run or error is not None:
         events.put(_Ended(row, is_run, error))
-
-
-def iterator_of(batches: Iterable[Any]) -> Iterator[Any]:
-    """Returns an iterator over minibatches.
-
-    Raises:
-        ArgumentTypeError: The argument cannot be iterated over.
-    """
-    try:
-        return iter(batches)
-    except TypeError:
-        raise wrong_type("batches", batches, "pass pairs of a batch and a target") from None
 
 
 def _pair(found: Any, number: int) -> tuple[Any, Any]:

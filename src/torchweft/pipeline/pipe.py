@@ -24,7 +24,7 @@ from torchweft.pipeline.cutting import Stages, StageSource, check_stages, stages
 from torchweft.pipeline.deployment import Deployment, Schedules, check_same, lay_out
 from torchweft.pipeline.groups import PipeGroup
 from torchweft.pipeline.host import Form, Host
-from torchweft.pipeline.minibatches import AsynchronousRun, iterator_of
+from torchweft.pipeline.minibatches import AsynchronousRun
 from torchweft.pipeline.optimizer import PipeOptimizer, SavedGroups
 from torchweft.pipeline.recording import Recording, WorkerNotes
 from torchweft.pipeline.runner import WAIT_S, OptimizerMaker, Settings
@@ -250,7 +250,11 @@ class Pipe(Closing):
                 f"{self.table.name} is a synchronous schedule; call step(batch, target) for each "
                 "batch, or pass SchedulePipeDream"
             )
-        losses = self._stream(iterator_of(batches))
+        try:
+            source = iter(batches)
+        except TypeError:
+            raise wrong_type("batches", batches, "pass pairs of a batch and a target") from None
+        losses = self._stream(source)
         self._losses = weakref.ref(losses)
         return losses
 
