@@ -137,37 +137,6 @@ def replace_tables(module: nn.Module, tables: Sequence[FoundTable], passes: Mode
                 parent._modules[name] = remote[id(child)]
 
 
-def replicate(
-    module: nn.Module, names: Sequence[str], reductions: Reductions, **options: Any
-) -> tuple[nn.Module, list[Any]]:
-    """Puts modules under ``DistributedDataParallel``.
-
-    Args:
-        module: The model.
-        names: The paths of those of its modules that are replicated, or none for all of it.
-        reductions: Reduces their gradients.
-        options: Further arguments of ``DistributedDataParallel``.
-
-    Returns:
-        The module to call, and the replicas. A module without trained parameters is none.
-    """
-    if not names and not any(each.requires_grad for each in module.parameters()):
-        return module, []
-    wholes = [module.get_submodule(name) for name in names or [""]]
-    replicas = [_replica(each, reductions, options) for each in wholes]
-    for name, replica in zip(names, replicas, strict=False):
-        _put(module, name, replica)
-    return module if names else replicas[0], replicas
-
-
-def dissolve(module: nn.Module, names: Iterable[str]) -> None:
-    """Takes modules of a model out of ``DistributedDataParallel``."""
-    for name in names:
-        replica = module.get_submodule(name)
-        if isinstance(replica, DistributedDataParallel):
-            _put(module, name, replica.module)
-
-
 def _put(module: nn.Module, path: str, part: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     module.get_submodule(parent)._modules[name] = part
@@ -347,7 +316,7 @@ class HybridModel(nn.Module):
         if moved:
             self._moved.add_beside(self._dense.values())
         self.called = module
-        self._replicas: list[Any] = []
+        self._replicas: list[DistributedDataParallel] = []
         if len(names) > 1:
             self._replicate(module, process_group, reducers[0], ddp)
         if self._passes is not None:
@@ -370,15 +339,20 @@ class HybridModel(nn.Module):
     def _replicate(
         self, module: nn.Module, process_group: Any, reducer: Reducer | None, ddp: dict[str, Any]
     ) -> None:
-        """Puts the dense part under ``DistributedDataParallel``."""
+        """Puts the dense part under ``DistributedDataParallel``; one without weights is left."""
         workers = {*self.trainers, *self.servers}
-        turns = Collectives(self._token, self.name, self.trainers, self._collective_s)
+        collectives = Collectives(self._token, self.name, self.trainers, self._collective_s)
         self._reductions = Reductions(
-            process_group, workers, turns, averages=self._averages, reducer=reducer
+            process_group, workers, collectives, averages=self._averages, reducer=reducer
         )
-        self.called, self._replicas = replicate(
-            module, self._replicas_at, self._reductions, process_group=process_group, **ddp
-        )
+        options = {"process_group": process_group, **ddp}
+        for path in self._replicas_at:
+            replica = _replica(module.get_submodule(path), self._reductions, options)
+            self._replicas.append(replica)
+            _put(module, path, replica)
+        if not self._replicas_at and any(each.requires_grad for each in module.parameters()):
+            self.called = _replica(module, self._reductions, options)
+            self._replicas.append(self.called)
 
     def _keep(
         self, module: nn.Module, tables: Sequence[FoundTable], moved: Sequence[FoundTable]
@@ -653,10 +627,11 @@ class HybridModel(nn.Module):
         """
         self._moved.close()
         self.called = self.module
+        for path, replica in zip(self._replicas_at, self._replicas, strict=False):
+            _put(self.module, path, replica.module)
         self._replicas.clear()
         if self._reductions is not None:
             self._reductions.close()
-        dissolve(self.module, self._replicas_at)
         if self.tables is not None:
             self.tables.close()
 
