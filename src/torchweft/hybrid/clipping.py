@@ -23,6 +23,7 @@ from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 from torchweft.extending import (
     DeviceMark,
     OrderedFuture,
+    PerWorker,
     check_caller,
     check_types,
     device_mark,
@@ -137,7 +138,8 @@ class _Round:
             future.set_exception(error)  # type: ignore[arg-type]
 
 
-_rounds: dict[Key, _Round] = {}
+_ByKey = dict[Key, _Round]
+_OPEN: PerWorker[_ByKey] = PerWorker(dict)
 _lock = threading.Lock()
 
 
@@ -166,20 +168,21 @@ def measure(
     check_caller(trainers[trainer : trainer + 1], what)
     stacks = tables.checked(stacks)
     future: OrderedFuture[Tensor] = OrderedFuture()
+    rounds = _OPEN.get()
     with _lock:
-        if key not in _rounds:
-            _drop_stale(key)
+        if key not in rounds:
+            _drop_stale(rounds, key)
             # Within the lock, which the callback takes on another thread: else a round that is
             # complete by now would leave its callback behind.
-            forget = on_worker_lost(lambda error: _fail(key, error))
-            _rounds[key] = _Round(trainers, forget)
-        found = _rounds[key]
+            forget = on_worker_lost(lambda error: _fail(rounds, key, error))
+            rounds[key] = _Round(trainers, forget)
+        found = rounds[key]
         found.stacks[trainer] = stacks
         found.marks.append(device_mark())
         found.futures.append(future)
         if len(found.stacks) < len(trainers):
             return future
-        del _rounds[key]
+        del rounds[key]
     found.forget()
     for mark in found.marks:
         use_after(mark, found.stacks)
@@ -194,18 +197,18 @@ def measure(
     return future
 
 
-def _drop_stale(key: Key) -> None:
+def _drop_stale(rounds: _ByKey, key: Key) -> None:
     """Drops the rounds of the same tables for which some trainer never came."""
-    for stale in [each for each in _rounds if each[0] == key[0]]:
-        _rounds.pop(stale).forget()
+    for stale in [each for each in rounds if each[0] == key[0]]:
+        rounds.pop(stale).forget()
 
 
-def _fail(key: Key, error: WorkerLost) -> None:
+def _fail(rounds: _ByKey, key: Key, error: WorkerLost) -> None:
     """Fails a round that waits for a lost worker."""
     with _lock:
-        found = _rounds.get(key)
+        found = rounds.get(key)
         if found is None or error.worker not in found.trainers:
             return
-        del _rounds[key]
+        del rounds[key]
     found.forget()
     found.fail(error)
