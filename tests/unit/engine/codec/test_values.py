@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-import random
 import struct
 import threading
 from collections import OrderedDict
@@ -483,20 +482,6 @@ def test_malformed_bytes_are_a_protocol_error(content: bytes) -> None:
         values.decode(content, (), ())
 
 
-def test_any_change_of_good_bytes_is_a_value_or_a_typed_error() -> None:
-    value = ({"a": [1, 2.5, "text", (None, True)], "b": {1, 2}}, WorkerInfo("ps", 1), torch.int8)
-    good = pack_plain(value, main_by_name=True).payload
-    chance = random.Random(7)
-    for _ in range(3000):
-        changed = bytearray(good)
-        for _ in range(chance.randint(1, 3)):
-            changed[chance.randrange(len(changed))] = chance.randrange(256)
-        try:
-            values.decode(bytes(changed[: chance.randint(1, len(changed))]), (), (), _nothing)
-        except (ProtocolError, UnknownFunction, ValueError):
-            pass  # ValueError: a ConfigurationError for an invalid worker name.
-
-
 def _nothing(name: bytes) -> Any:
     raise UnknownFunction(f"no {name!r}")
 
@@ -726,17 +711,6 @@ hiding.items = 5  # type: ignore[method-assign, assignment]
 def test_any_other_value_is_left_to_pickle(value: Any) -> None:
     assert encoded(value)[0] is None
     assert encoded((1, torch.ones(1), {"key": [value]}, "text"))[0] is None
-
-
-def test_functions_of_the_main_program_go_by_name_where_both_run_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def work() -> None: ...
-
-    work.__module__, work.__qualname__ = "__main__", "work"
-    monkeypatch.setattr("__main__.work", work, raising=False)
-    assert values.encode((work,), [], True) is not None
-    assert values.encode((work,), [], False) is None
 
 
 @given(st.binary(max_size=80))
