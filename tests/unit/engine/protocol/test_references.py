@@ -89,37 +89,11 @@ def make_owner() -> References:
 
 
 class TestCreation:
-    def test_numbers_count_per_owner_without_gaps(self) -> None:
-        user = References(USER, ARRIVAL_S)
-        made = [user.creating(owner) for owner in (OWNER, OTHER, OWNER, USER)]
-        assert made == [X, (USER, OTHER, 0), (USER, OWNER, 1), (USER, USER, 0)]
-
-    def test_the_call_is_the_first_hold(self) -> None:
-        user = References(USER, ARRIVAL_S)
-        user.creating(OWNER)
-        assert user.take_actions() == []
-        assert not user.is_settled()
-
     def test_only_what_may_still_come_is_awaited(self) -> None:
         owner = make_owner()
         assert not owner.is_awaited(X)
         assert owner.is_awaited(ReferenceId(USER, OWNER, 1))
         assert not owner.is_awaited(ReferenceId(OWNER, OWNER, 0))
-
-    def test_a_repeated_call_makes_nothing(self) -> None:
-        owner = make_owner()
-        assert not owner.created(X)
-        owner.message(USER, Drop(X, 1))
-        assert owner.take_actions() == [ReleaseValue(X), Send(USER, DropAck(X, 1))]
-        assert not owner.created(X)
-
-    def test_a_value_dropped_before_its_call_arrives_is_made_and_released(self, wire: Wire) -> None:
-        reference = wire.user.creating(OWNER)
-        wire.user.handle_dropped(reference)
-        assert wire.flow() == []
-        assert wire.owner.created(reference)
-        assert wire.flow() == [(USER, Confirmed(reference)), (OWNER, ReleaseValue(reference))]
-        assert wire.is_clean()
 
     def test_a_call_to_oneself_needs_no_messages(self) -> None:
         machine = References(OWNER, ARRIVAL_S)
@@ -128,22 +102,6 @@ class TestCreation:
         assert machine.is_settled()
         machine.handle_dropped(reference)
         assert machine.take_actions() == [ReleaseValue(reference)]
-
-    def test_a_call_that_was_not_sent_leaves_no_gap(self, wire: Wire) -> None:
-        reference = wire.user.creating(OWNER)
-        wire.user.not_created(reference)
-        assert wire.owner.is_awaited(reference)
-        assert wire.flow() == [(OWNER, ValueGone(reference)), (USER, ValueGone(reference))]
-        assert not wire.owner.is_awaited(reference)
-        wire.user.handle_dropped(reference)
-        assert wire.is_clean()
-        assert not wire.owner.created(reference)
-
-    def test_a_call_that_was_sent_after_all_counts(self, wire: Wire) -> None:
-        reference = wire.user.creating(OWNER)
-        wire.user.not_created(reference)
-        assert wire.owner.created(reference)
-        assert wire.flow() == [(USER, Confirmed(reference))]
 
     def test_those_who_wait_for_a_call_learn_that_it_will_not_come(self, wire: Wire) -> None:
         reference = wire.user.creating(OWNER)
@@ -157,59 +115,6 @@ class TestCreation:
 
 
 class TestDropping:
-    def test_g1_the_owner_learns_of_the_end(self, wire: Wire) -> None:
-        reference = wire.create()
-        wire.user.handle_dropped(reference)
-        assert wire.flow() == [(OWNER, ReleaseValue(reference))]
-        assert wire.is_clean()
-
-    def test_only_the_last_handle_counts(self) -> None:
-        user = make_user()
-        user.handle_added(X)
-        user.handle_dropped(X)
-        assert user.take_actions() == []
-        user.handle_dropped(X)
-        assert user.take_actions() == [Send(OWNER, Drop(X, 1))]
-
-    def test_a_drop_waits_for_the_hold_before_it(self) -> None:
-        user = References(USER, ARRIVAL_S)
-        user.creating(OWNER)
-        user.handle_dropped(X)
-        assert user.take_actions() == []
-        user.message(OWNER, HoldAck(X, 0))
-        assert user.take_actions() == [Confirmed(X), Send(OWNER, Drop(X, 1))]
-
-    def test_receiving_again_overtakes_the_drop(self) -> None:
-        user = make_user()
-        user.handle_dropped(X)
-        user.take_actions()
-        assert user.received(X, 1, OTHER)
-        assert user.take_actions() == [Send(OWNER, Hold(X, 2, NO_TOKEN))]
-        user.message(OWNER, DropAck(X, 1))
-        assert user.leaks() == [Leak(X, 1, 0, ())]
-        user.message(OWNER, HoldAck(X, 2))
-        # Only now may the sender let go: the owner counts this worker.
-        assert user.take_actions() == [Confirmed(X), Send(OTHER, Handed(1))]
-
-    def test_a_late_answer_to_an_earlier_drop_does_not_count(self) -> None:
-        user = make_user()
-        user.handle_dropped(X)
-        user.received(X, 1, OTHER)
-        user.message(OWNER, HoldAck(X, 2))
-        user.handle_dropped(X)
-        user.message(OWNER, DropAck(X, 1))
-        assert not user.is_settled()
-        user.message(OWNER, DropAck(X, 3))
-        assert user.is_settled()
-        assert user.leaks() == []
-
-    def test_a_late_drop_does_not_kill(self) -> None:
-        owner = make_owner()
-        owner.message(USER, Hold(X, 2, NO_TOKEN))
-        owner.message(USER, Drop(X, 1))
-        assert owner.take_actions() == [Send(USER, HoldAck(X, 2)), Send(USER, DropAck(X, 1))]
-        assert owner.leaks() == [Leak(X, 0, 0, (USER,))]
-
     def test_a_handle_dropped_too_often_is_an_error_in_the_shell(self) -> None:
         owner = References(OWNER, ARRIVAL_S)
         reference = owner.owned()
@@ -219,71 +124,6 @@ class TestDropping:
 
 
 class TestHandingOn:
-    def test_g2_a_sender_that_drops_holds_on_until_the_receiver_is_registered(
-        self, wire: Wire
-    ) -> None:
-        reference = wire.create()
-        token = wire.user.hand_on(reference, OTHER)
-        wire.user.handle_dropped(reference)
-        assert wire.flow() == []
-        assert wire.other.received(reference, token, USER)
-        assert wire.flow() == [(OTHER, Confirmed(reference))]
-        assert wire.owner.leaks() == [Leak(reference, 0, 0, (OTHER,))]
-        assert wire.user.leaks() == []
-
-    def test_g2_an_owner_holds_on_to_what_it_hands_out(self, wire: Wire) -> None:
-        reference = wire.owner.owned()
-        token = wire.owner.hand_on(reference, USER)
-        wire.owner.handle_dropped(reference)
-        assert wire.flow() == []
-        assert wire.user.received(reference, token, OWNER)
-        assert wire.user.take_actions() == [Send(OWNER, Hold(reference, 1, token))]
-        wire.owner.message(USER, Hold(reference, 1, token))
-        assert wire.owner.take_actions() == [Send(USER, HoldAck(reference, 1))]
-        assert wire.owner.leaks() == [Leak(reference, 0, 0, (USER,))]
-
-    def test_a_reference_comes_home(self, wire: Wire) -> None:
-        reference = wire.create()
-        token = wire.user.hand_on(reference, OWNER)
-        wire.user.handle_dropped(reference)
-        assert wire.owner.received(reference, token, USER)
-        assert wire.flow() == []
-        assert wire.owner.leaks() == [Leak(reference, 1, 0, ())]
-
-    def test_a_receiver_that_has_it_answers_at_once(self) -> None:
-        user = make_user()
-        assert user.received(X, 1, OTHER)
-        # This handle may be the only one here: the earlier one may have ended.
-        assert user.take_actions() == [Send(OTHER, Handed(1)), Confirmed(X)]
-        assert user.is_settled()
-        assert user.leaks() == [Leak(X, 2, 0, ())]
-
-    def test_what_arrives_before_the_owner_has_answered_waits_for_the_answer(self) -> None:
-        user = References(USER, ARRIVAL_S)
-        for sender, token in ((OTHER, 1), (OTHER, 2), (OWNER, 1)):
-            assert user.received(X, token, sender)
-        assert user.take_actions() == [Send(OWNER, Hold(X, 1, NO_TOKEN))]
-        user.message(OWNER, HoldAck(X, 1))
-        assert user.take_actions() == [
-            Confirmed(X),
-            Send(OTHER, Handed(1)),
-            Send(OTHER, Handed(2)),
-            Send(OWNER, Handed(1)),
-        ]
-
-    def test_a_hold_that_overtakes_the_creation_is_answered_with_it(self) -> None:
-        owner = References(OWNER, ARRIVAL_S)
-        owner.message(OTHER, Hold(X, 3, NO_TOKEN))
-        assert owner.take_actions() == []
-        assert owner.created(X)
-        assert owner.take_actions() == [Send(OTHER, HoldAck(X, 3)), Send(USER, HoldAck(X, 0))]
-
-    def test_a_repeated_message_counts_once(self) -> None:
-        user = make_user()
-        assert user.received(X, 1, OTHER)
-        assert not user.received(X, 1, OTHER)
-        assert user.leaks() == [Leak(X, 2, 0, ())]
-
     def test_a_message_to_oneself_keeps_the_value_without_messages(self) -> None:
         owner = References(OWNER, ARRIVAL_S)
         reference = owner.owned()
@@ -300,33 +140,6 @@ class TestHandingOn:
         owner.refused(reference, owner.hand_on(reference, OWNER), OWNER)
         owner.undeliverable(reference, owner.hand_on(reference, OWNER), OWNER)
         assert owner.leaks() == [Leak(reference, 1, 0, ())]
-
-    def test_what_nobody_reads_is_let_go(self, wire: Wire) -> None:
-        reference = wire.create()
-        wire.other.refused(reference, wire.user.hand_on(reference, OTHER), USER)
-        wire.user.handle_dropped(reference)
-        assert wire.flow() == [(OWNER, ReleaseValue(reference))]
-        assert wire.is_clean()
-
-    def test_what_was_not_sent_is_let_go_and_leaves_no_gap(self, wire: Wire) -> None:
-        reference = wire.create()
-        token = wire.user.hand_on(reference, OTHER)
-        wire.user.undeliverable(reference, token, OTHER)
-        assert wire.user.take_actions() == [Send(OTHER, NotHanded(token))]
-        wire.other.message(USER, NotHanded(token))
-        wire.flow()
-        assert wire.user.is_settled()
-        assert not wire.other.received(reference, token, USER)
-        assert wire.other.leaks() == []
-
-    def test_what_was_sent_after_all_counts(self, wire: Wire) -> None:
-        reference = wire.create()
-        token = wire.user.hand_on(reference, OTHER)
-        wire.user.undeliverable(reference, token, OTHER)
-        assert wire.other.received(reference, token, USER)
-        wire.user.handle_dropped(reference)
-        assert wire.flow() == [(OTHER, Confirmed(reference))]
-        assert wire.user.is_settled()
 
     def test_a_late_reference_to_nothing_is_said_to_be_gone(self) -> None:
         user = References(USER, ARRIVAL_S)
@@ -345,19 +158,6 @@ class TestHandingOn:
 
 
 class TestLosingWorkers:
-    def test_g3_what_only_a_lost_worker_held_is_released(self) -> None:
-        owner = make_owner()
-        owner.peer_lost(USER)
-        assert owner.take_actions() == [ReleaseValue(X)]
-        assert owner.is_settled()
-
-    def test_g3_what_others_hold_stays(self) -> None:
-        owner = make_owner()
-        owner.message(OTHER, Hold(X, 1, NO_TOKEN))
-        owner.peer_lost(USER)
-        assert ReleaseValue(X) not in owner.take_actions()
-        assert owner.leaks() == [Leak(X, 0, 0, (OTHER,))]
-
     def test_g3_users_learn_that_the_owner_is_lost(self) -> None:
         user = make_user()
         user.peer_lost(OWNER)
@@ -373,29 +173,6 @@ class TestLosingWorkers:
         assert user.take_actions() == [Send(OTHER, Handed(1)), OwnerLost(X)]
         created = user.creating(OWNER)
         assert user.take_actions() == [OwnerLost(created)]
-
-    def test_a_handover_to_a_lost_worker_ends(self) -> None:
-        user = make_user()
-        user.hand_on(X, OTHER)
-        user.handle_dropped(X)
-        user.peer_lost(OTHER)
-        assert user.take_actions() == [Send(OWNER, Drop(X, 1))]
-        assert user.hand_on(X, OTHER) == NO_TOKEN
-
-    def test_a_second_sender_keeps_the_value_when_the_first_is_lost(self, wire: Wire) -> None:
-        reference = wire.owner.owned()
-        for machine, worker in ((wire.user, USER), (wire.other, OTHER)):
-            assert machine.received(reference, wire.owner.hand_on(reference, worker), OWNER)
-        wire.owner.handle_dropped(reference)
-        wire.flow()
-        receiver = References(worker=3, arrival_s=ARRIVAL_S)
-        for machine, worker in ((wire.user, USER), (wire.other, OTHER)):
-            assert receiver.received(reference, machine.hand_on(reference, 3), worker)
-            machine.handle_dropped(reference)
-        assert wire.flow() == []
-        wire.owner.peer_lost(USER)
-        assert wire.owner.take_actions() == []
-        assert receiver.take_actions() == [Send(OWNER, Hold(reference, 1, NO_TOKEN))]
 
     def test_who_waits_for_the_creation_of_a_lost_worker_learns_of_it(self) -> None:
         owner = References(OWNER, ARRIVAL_S)
