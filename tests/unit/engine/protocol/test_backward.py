@@ -28,7 +28,9 @@ from torchweft.engine.protocol.backward import (
     Send,
     Settled,
     Tell,
+    failure_error,
 )
+from torchweft.errors import AutogradError
 from torchweft.ids import scoped_id, worker_of
 
 A1, A2 = scoped_id(1, 1), scoped_id(1, 2)
@@ -90,6 +92,20 @@ def test_gradients_end_the_interest_in_single_tensors() -> None:
     late = Progress(reached=[A1], reached_parts={A1: 0b10})
     assert driver.progressed(late) == []
     assert driver.progressed(Progress([A1], [A1])) == [Complete()]
+
+
+def test_a_failure_aborts_and_names_worker_and_operation() -> None:
+    driver = Driver(0)
+    driver.progressed(Progress([ROOTS], reached=[A1]))
+    cause = ValueError("bad")
+    *aborts, fail = driver.failed(Failed(2, "Broken.backward", cause))
+    assert aborts == [Send(0, Abort()), Send(1, Abort())]
+    assert isinstance(fail, Fail)
+    error = failure_error(fail, "trainer")
+    assert isinstance(error, AutogradError)
+    assert (error.worker, error.operation, error.__cause__) == ("trainer", "Broken.backward", cause)
+    assert driver.failed(Failed(2, "x", cause)) == []
+    assert driver.progressed(ran(ROOTS)) == []
 
 
 def test_a_cancelled_pass_is_aborted() -> None:
