@@ -361,7 +361,7 @@ def test_what_pods_cannot_do(run: Run) -> None:
     with pytest.raises(ConfigurationError, match="leave --warm out"):
         launcher.run(Order(["worker0"], script_job("a.py", []), console))
     one_by_one = RestartPolicy(limit=1, scope="worker")
-    with pytest.raises(ConfigurationError, match="here use --restart group"):
+    with pytest.raises(ConfigurationError, match="over hosts use --restart group"):
         launcher.run(Order(["worker0"], program_job(["python"]), console, one_by_one))
 
 

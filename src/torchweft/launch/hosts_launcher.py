@@ -23,7 +23,6 @@ from torchweft.launch.hosts import Host, HostNurseries
 from torchweft.launch.job import Job
 from torchweft.launch.launchers import Launcher
 from torchweft.launch.nursery import WARM_MODULES, WorkerSource
-from torchweft.launch.restarts import GROUP
 from torchweft.launch.run import Order, Run, port_environment
 from torchweft.launch.terms import Terms
 from torchweft.launch.worker import Scrapes
@@ -71,12 +70,7 @@ class HostsLauncher(Launcher):
             HostError: A host cannot be reached or cannot start workers; nothing runs any more.
             ConfigurationError: An option does not work over hosts.
         """
-        order.check()
-        if order.restarts.scope != GROUP:
-            raise ConfigurationError(
-                "--restart worker is for workers of one machine, as their meeting place is a "
-                "file of the launcher; over hosts use --restart group"
-            )
+        order.check_over_hosts()
         try:
             return self._run_on(self.hosts(len(order.names)), order)
         finally:

@@ -18,16 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchweft.errors import ConfigurationError, LaunchError, NotSupported
 from torchweft.launch import kubernetes_manifest as manifest
 from torchweft.launch.console import Console, Label, LineAssembler
-from torchweft.launch.kubernetes_manifest import Object, Pods
+from torchweft.launch.kubernetes_manifest import Gone, Object, Pods, Unreachable, refusal
 from torchweft.launch.launchers import Launcher
 from torchweft.launch.report import signal_name
-from torchweft.launch.restarts import GROUP
 from torchweft.launch.run import Order, output_closed
 from torchweft.launch.signals import watched_signals
 
@@ -64,7 +64,8 @@ class Kubernetes(Launcher):
     Args:
         image: The container image, which has torch, Weft and the script.
         context: The context of the kubeconfig file; by default the current one.
-        start_timeout_s: Time for all pods to start, in seconds; then the run is given up.
+        start_timeout_s: Time for all pods to start, in seconds, after which the run is given up;
+            infinite for no limit.
         is_dry: Whether a run only prints the JobSet.
         fields: What else describes the pods, as the options of the command line: ``name`` of the
             run, ``namespace``, ``cpus``, ``gpus``, ``memory``, ``shared_memory``, ``secret``,
@@ -85,10 +86,6 @@ class Kubernetes(Launcher):
         is_dry: bool = False,
         **fields: Any,
     ) -> None:
-        if not start_timeout_s > 0:
-            raise ConfigurationError(
-                f"start_timeout_s is {start_timeout_s}; it must be more than 0 (inf: no limit)"
-            )
         self._context = context
         self._start_timeout_s = start_timeout_s
         self._is_dry = is_dry
@@ -121,11 +118,7 @@ class Kubernetes(Launcher):
             LaunchError: The cluster cannot be reached, refuses, or does not start the pods.
             ConfigurationError: An option does not work here.
         """
-        order.check()
-        if order.restarts.scope != GROUP:
-            raise ConfigurationError(
-                "--restart worker is for workers of one machine; here use --restart group"
-            )
+        order.check_over_hosts()
         pods = self._pods.with_program(
             order.names,
             order.job,
@@ -152,14 +145,6 @@ class Kubernetes(Launcher):
 
 
 # Questions to the API server: bounded, and with errors in words
-
-
-class Unreachable(LaunchError):
-    """The API server does not answer; it may later."""
-
-
-class Gone(LaunchError):
-    """There is no such object."""
 
 
 @contextmanager
@@ -243,16 +228,12 @@ class Api:
         found = self._ask("list the pods", question, self.namespace, label_selector=selector)
         return list(found["items"])
 
-    def warnings(self, name: str) -> list[Object]:
-        """Returns the events of type ``Warning`` about objects whose names begin so."""
+    def warnings(self, name: str) -> list[str]:
+        """Returns in words the warnings about objects whose names begin so."""
         question, selector = self._core.list_namespaced_event, "type=Warning"
         found = self._ask("list the events", question, self.namespace, field_selector=selector)
-        return [
-            event
-            for event in found["items"]
-            if event.get("type") == "Warning"
-            and event.get("involvedObject", {}).get("name", "").startswith(name)
-        ]
+        events = [event for event in found["items"] if event.get("type") == "Warning"]
+        return [manifest.event_text(event) for event in events if manifest.is_about(name, event)]
 
     def log(self, pod: str, since_s: int | None) -> Any:
         """Returns the response whose lines are the log of a worker, with timestamps.
@@ -261,10 +242,8 @@ class Api:
             pod: The pod's name.
             since_s: How many seconds back it begins; None for the whole log.
         """
+        question = partial(self._core.read_namespaced_pod_log, since_seconds=since_s)
         options = {"container": manifest.CONTAINER, "follow": True, "timestamps": True}
-        if since_s is not None:
-            options["since_seconds"] = since_s
-        question = self._core.read_namespaced_pod_log
         return self._ask("read a log", question, pod, self.namespace, is_stream=True, **options)
 
     def _ask(
@@ -287,7 +266,7 @@ class Api:
             # Plain dictionaries: the client's classes refuse what newer clusters add.
             return response if is_stream else json.loads(response.data)
         except ApiException as error:
-            raise _refusal(doing, error.status, error.body or "", self.namespace) from None
+            raise refusal(doing, error.status, error.body or "", self.namespace) from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise Unreachable(
                 f"the cluster at {self._host} cannot be reached ({type(error).__name__}); "
@@ -295,34 +274,6 @@ class Api:
             ) from None
         except ValueError:
             raise Unreachable(f"{self._host} does not answer as a cluster of Kubernetes") from None
-
-
-def _refusal(doing: str, status: int, body: str | bytes, namespace: str) -> LaunchError:
-    """Returns the error for an answer of the API server."""
-    try:
-        answer = json.loads(body)
-        said, kind = str(answer["message"]), str((answer.get("details") or {}).get("kind", ""))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        text = body.decode(errors="replace") if isinstance(body, bytes) else body
-        said, kind = " ".join(text.split())[:200] or "no reason was given", ""
-    if status == 404 and kind == "namespaces":
-        return LaunchError(f"there is no namespace {namespace!r}; create it, or choose another")
-    if status == 404 and doing == "create the JobSet":
-        return LaunchError(
-            "JobSet is not installed in this cluster: its administrator installs it once, as "
-            "https://jobset.sigs.k8s.io/docs/installation/ describes"
-        )
-    if status == 404:
-        return Gone(f"the cluster cannot {doing}: {said}")
-    if status == 429 or status >= 500 or not status:
-        return Unreachable(f"the cluster cannot {doing} now ({status}): {said}")
-    texts = {
-        401: f"the cluster does not accept the credentials: {said}; log in again",
-        403: f"the cluster does not let this user {doing} in namespace {namespace!r}: {said}; ask "
-        "its administrator for a role, or choose another --namespace",
-        409: f"there is such an object already: {said}; give another --job-name",
-    }
-    return LaunchError(texts.get(status, f"the cluster refuses to {doing} ({status}): {said}"))
 
 
 class PodLog:
@@ -358,13 +309,10 @@ class PodLog:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
-        """Tells that the container has ended: the log is complete when its stream ends."""
+    def end(self, wait_s: float = 0.0) -> None:
+        """Tells that the container has ended, and waits until the whole log was shown."""
         self._has_ended.set()
-
-    def join(self, timeout_s: float) -> None:
-        """Waits until the whole log was shown."""
-        self._thread.join(timeout_s)
+        self._thread.join(wait_s)
 
     def close(self) -> None:
         """Shows nothing more; ends the thread, or has it end when it is answered."""
@@ -453,10 +401,7 @@ class JobSetRun:
         """
         name, namespace = self._pods.name, self._api.namespace
 
-        def watch(descriptor: int, callback: object) -> None:
-            self._selector.register(descriptor, selectors.EVENT_READ, callback)
-
-        with self._selector, watched_signals(watch, self._signals.append):
+        with self._selector, watched_signals(self._watch, self._signals.append):
             owner = self._create()
             try:
                 if not self._pods.secret:
@@ -470,6 +415,9 @@ class JobSetRun:
             finally:
                 self._clean_up()
 
+    def _watch(self, descriptor: int, callback: object) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+
     def _create(self) -> Object:
         try:
             return self._api.job_sets("create", manifest.job_set(self._pods))
@@ -478,7 +426,6 @@ class JobSetRun:
             raise Unreachable(f"{error}; in case the JobSet was created: {command}") from None
 
     def _follow(self) -> int:
-        self._waits_since_s = self._answered_s = time.monotonic()
         while not self._signals:
             try:
                 ended = self._look()
@@ -568,17 +515,13 @@ class JobSetRun:
             for _, text in manifest.troubles(pod.get("status", {}))
         ]
         with contextlib.suppress(LaunchError):  # a role may not allow events
-            for event in self._api.warnings(self._pods.name):
-                about = event["involvedObject"]
-                subject = f"{about.get('kind', 'object')} {about['name']}"
-                found.append(f"{subject}: {event.get('message', '')} ({event.get('reason', '')})")
+            found += self._api.warnings(self._pods.name)
         return list(dict.fromkeys(found))
 
     def _report(self, ended: str) -> int:
         limit_s = time.monotonic() + LAST_LINES_S
         for log in self._logs.values():
-            log.end()
-            log.join(max(0.0, limit_s - time.monotonic()))
+            log.end(max(0.0, limit_s - time.monotonic()))
         if ended == "Completed":
             return 0
         first = self._tell_failures()

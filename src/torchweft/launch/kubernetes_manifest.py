@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ConfigurationError, LaunchError
 from torchweft.launch.job import Job
 from torchweft.scraping import VARIABLE, Address
 
@@ -333,7 +333,44 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-# What the cluster says of a JobSet and its pods
+# What the cluster says: refusals, and the states of a JobSet and its pods
+
+
+class Unreachable(LaunchError):
+    """The API server does not answer; it may later."""
+
+
+class Gone(LaunchError):
+    """There is no such object."""
+
+
+def refusal(doing: str, status: int, body: str | bytes, namespace: str) -> LaunchError:
+    """Returns the error for an answer of the API server."""
+    try:
+        answer = json.loads(body)
+        said, kind = str(answer["message"]), str((answer.get("details") or {}).get("kind", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = body.decode(errors="replace") if isinstance(body, bytes) else body
+        said, kind = " ".join(text.split())[:200] or "no reason was given", ""
+    if status == 404 and kind == "namespaces":
+        return LaunchError(f"there is no namespace {namespace!r}; create it, or choose another")
+    if status == 404 and doing == "create the JobSet":
+        return LaunchError(
+            "JobSet is not installed in this cluster: its administrator installs it once, as "
+            "https://jobset.sigs.k8s.io/docs/installation/ describes"
+        )
+    if status == 404:
+        return Gone(f"the cluster cannot {doing}: {said}")
+    if status == 429 or status >= 500 or not status:
+        return Unreachable(f"the cluster cannot {doing} now ({status}): {said}")
+    texts = {
+        401: f"the cluster does not accept the credentials: {said}; log in again",
+        403: f"the cluster does not let this user {doing} in namespace {namespace!r}: {said}; ask "
+        "its administrator for a role, or choose another --namespace",
+        409: f"there is such an object already: {said}; give another --job-name",
+    }
+    return LaunchError(texts.get(status, f"the cluster refuses to {doing} ({status}): {said}"))
+
 
 _USUAL = frozenset(("ContainerCreating", "PodInitializing", ""))
 _LAST = "~"
@@ -418,3 +455,15 @@ def troubles(status: Object) -> Iterator[tuple[str, str]]:
         reason = waiting.get("reason", "")
         if reason not in _USUAL:
             yield reason, f"{waiting.get('message') or container.get('image', '')} ({reason})"
+
+
+def is_about(name: str, event: Object) -> bool:
+    """Whether an event is about an object whose name begins so."""
+    return str(event.get("involvedObject", {}).get("name", "")).startswith(name)
+
+
+def event_text(event: Object) -> str:
+    """Returns an event in words."""
+    about = event["involvedObject"]
+    subject = f"{about.get('kind', 'object')} {about['name']}"
+    return f"{subject}: {event.get('message', '')} ({event.get('reason', '')})"

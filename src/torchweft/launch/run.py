@@ -90,6 +90,19 @@ class Order:
         knobs.check_environment()
         check_seed(self.seed)
 
+    def check_over_hosts(self) -> None:
+        """Checks the same for a launcher whose workers may be on several hosts.
+
+        Raises:
+            ConfigurationError: A value is invalid, or workers are to be started again one by one.
+        """
+        self.check()
+        if self.restarts.scope != GROUP:
+            raise ConfigurationError(
+                "--restart worker is for workers of one machine, as their meeting place is a "
+                "file of the launcher; over hosts use --restart group"
+            )
+
     @property
     def preload(self) -> Sequence[str]:
         """The modules that the process imports from which workers are forked."""

@@ -13,7 +13,6 @@ import pytest
 from tests.kubernetes_pods import fields_of, pod_of, variables_of
 from torchweft.errors import ConfigurationError
 from torchweft.launch.job import program_job
-from torchweft.launch.kubernetes import Kubernetes
 from torchweft.launch.kubernetes_manifest import Object, Pods, job_set, secret_of
 from torchweft.rpc.options import find_placement
 from torchweft.scraping import Address
@@ -188,8 +187,6 @@ def test_names_that_are_a_prefix_and_the_rank() -> None:
     assert (made.prefix, list(made.command)) == ("w", ["python3", "train.py"])
     assert made.with_program(["0", "1"], job).prefix == ""
     assert made.with_program(["w0", "w2"], job).prefix == ""
-    with pytest.raises(ConfigurationError, match="start_timeout_s is 0"):
-        Kubernetes("r/train:1", start_timeout_s=0)
 
 
 def test_pods_that_serve_metrics_say_so_to_prometheus() -> None:
