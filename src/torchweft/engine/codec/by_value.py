@@ -46,8 +46,8 @@ def state_of(function: FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(vars(function)), state
 
 
-def _reduce_code(code: CodeType) -> Any:
-    # cloudpickle leaves out the file, which tracebacks show.
+def reduce_code(code: CodeType) -> Any:
+    """Reduces a code object with its file, which tracebacks show and cloudpickle leaves out."""
     try:
         return marshal.loads, (marshal.dumps(code),)
     except ValueError:  # A program has put a constant into it that the compiler does not make.
@@ -171,7 +171,6 @@ _TYPED_DICT_META = "_TypedDictMeta"
 
 REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(functools.lru_cache(int)): _reduce_cached,
-    CodeType: _reduce_code,
     NewType: _reduce_new_type,
     functools.cached_property: _reduce_cached_property,
     WeakKeyDictionary: _reduce_weak_keys,

@@ -20,7 +20,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import cloudpickle
@@ -371,6 +371,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reducers[kind](value)
         if kind is FunctionType or isinstance(value, type):
             return self._reduce_definition(value)
+        if kind is CodeType:
+            return by_value.reduce_code(value)
         reducer = by_value.REDUCERS.get(kind)
         if reducer is not None:
             is_named = name_of(value, self._main_by_name) is not None
