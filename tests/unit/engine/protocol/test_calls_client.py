@@ -34,6 +34,15 @@ def kept(client: CallClient[Asked], *args: Any, **kwargs: Any) -> Asked:
     return call
 
 
+def test_an_answer_ends_a_call_once(client: CallClient[Asked]) -> None:
+    call, frame = sent(client), answer(1)
+    assert client.answered(call.worker, frame) is call
+    assert call.frame is frame
+    assert has_outcome(call)
+    assert client.answered(call.worker, answer(1)) is None
+    assert client.cancelled(call, CallCancelled("late")) == []
+
+
 def test_only_the_callee_answers_a_call(client: CallClient[Asked]) -> None:
     call = sent(client)
     with pytest.raises(ProtocolError, match="was made to another worker"):
