@@ -248,14 +248,19 @@ def _with_parts(numbers: Iterable[int], parts: Parts) -> list[int]:
 def _without_parts(numbers: Iterable[int]) -> tuple[list[int], Parts]:
     ids: list[int] = []
     words_of: dict[int, list[bytes]] = {}
+    words: list[bytes] | None = None
     for number in numbers:
         if number >= 0:
+            # A number may occur twice, and has its tensors behind the first one.
+            words = None if number in words_of else words_of.setdefault(number, [])
             ids.append(number)
-        elif not ids or ~number > _WORD:
+        elif words is None or ~number > _WORD:
             raise ProtocolError("tensors of no message are named in a backward pass")
         else:
-            words = words_of.setdefault(ids[-1], [])
             words.append((~number).to_bytes(_WORD_BYTES, "little"))
+    words_of = {number: words for number, words in words_of.items() if words}
+    if not all(any(words[-1]) for words in words_of.values()):
+        raise ProtocolError("a backward pass names a message of which it means no tensor")
     parts = {number: b"".join(words) for number, words in words_of.items()}
     return ids, {number: int.from_bytes(bits, "little") for number, bits in parts.items()}
 

@@ -129,6 +129,19 @@ def test_gradients_with_a_negative_number_are_refused(place: int) -> None:
         decode(Kind.GRADIENTS, 9, 0, encode(NAME, Gradients(7, (), Progress([-2]))))
 
 
+@pytest.mark.parametrize("words", [(-1,), (-2, -1)])
+def test_a_part_of_a_message_that_has_no_tensor_is_refused(words: tuple[int, ...]) -> None:
+    data = encode(NAME, Report(Progress([6, *words])))
+    with pytest.raises(ProtocolError, match="no tensor"):
+        control(0, data)
+
+
+def test_tensors_behind_the_second_occurrence_of_a_message_are_refused() -> None:
+    data = encode(NAME, Report(Progress([6, 6, -2])))
+    with pytest.raises(ProtocolError, match="tensors of no message"):
+        control(0, data)
+
+
 @settings(max_examples=examples(80))
 @given(
     st.binary(max_size=90)
