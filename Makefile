@@ -91,9 +91,8 @@ else
 endif
 
 # `make test` runs the twin that this machine has. The unit tests of the codec and of links run both.
-PLAIN := $(foreach name,user_code by_value device_placement strictness \
-    interrupted_references interleaved batching,tests/unit/rpc/test_$(name).py) \
-    $(call process_tests,calls references autograd strict tensors_in_messages)
+PLAIN := tests/unit/rpc tests/unit/autograd $(call process_tests,\
+    calls references autograd remote_module optimizer by_value strict tensors_in_messages)
 
 .PHONY: test-plain
 test-plain: $(VENV)/.installed-test
@@ -126,7 +125,7 @@ sanitize: sanitized
 	    tests/unit/engine/io/test_ring.py tests/unit/engine/io/test_asking_serving.py \
 	    tests/unit/rpc/test_decoding.py tests/unit/rpc/test_replies.py \
 	    tests/unit/engine/io/test_resumable.py
-	@$(FUZZ_NATIVE) $(or $(ARGS),--frames 1000 --bare 50000)
+	@$(FUZZ_NATIVE) $(or $(ARGS),--frames 4000 --bare 200000)
 
 WHOLE_PROGRAMS := tests/end_to_end tests/contract/end_to_end
 LAUNCHERS := tests/launchers tests/contract/launchers
