@@ -90,11 +90,13 @@ class Hosts:
         }
 
 
-def wait_for(futures: Mapping[str, Future[Any]]) -> dict[str, Any]:
+def wait_for(futures: Mapping[str, Future[Any]], *, cancels_others: bool = True) -> dict[str, Any]:
     """Returns the results by name, and raises as ``Hosts.call``. Blocks until all have ended.
 
-    If a server is lost, the calls of the others are cancelled: one may wait for a trainer that has
-    noticed the loss and makes no further step.
+    Args:
+        futures: The calls, by server.
+        cancels_others: Whether the calls of the others are cancelled if a server is lost: one may
+            wait for a trainer that has noticed the loss and makes no further step.
     """
     results: dict[str, Any] = {}
     errors: list[Exception] = []
@@ -108,7 +110,7 @@ def wait_for(futures: Mapping[str, Future[Any]]) -> dict[str, Any]:
         except Exception:
             return  # Raised below.
 
-    if len(futures) > 1:
+    if cancels_others and len(futures) > 1:
         for future in futures.values():
             future.add_done_callback(end)
     for name, future in futures.items():
@@ -351,13 +353,11 @@ class Client:
         hosts, self._hosts = self._hosts, Hosts({}, self.timeout_s)
         aggregator, self._aggregator = self._aggregator, None
         try:
-            hosts.call("close", dict.fromkeys(hosts.references, ()))
+            closing = hosts.start("close", dict.fromkeys(hosts.references, ()))
+            wait_for(closing, cancels_others=False)
         finally:
             if aggregator is not None:
                 aggregator.rpc_sync(self.timeout_s).close()
-
-
-# Calls of several servers at the same time
 
 
 # Groups of trainers

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchweft.embedding.client import Batch, fewest, gathered, groups_of, share
+from torchweft.embedding.client import Batch, fewest, gathered, groups_of, share, wait_for
 from torchweft.embedding.rows import Entries, sum_rows
-from torchweft.errors import ConfigurationError
+from torchweft.errors import CallCancelled, ConfigurationError, WorkerLost
 
 TRAINERS = ["a", "b", "c", "d"]
 HOSTS = {"a": "one", "b": "two", "c": "one", "d": "two"}
@@ -123,3 +124,29 @@ def test_a_group_pushes_sums_of_rows_unless_bags_are_fewer_bytes(
     (rows, sums), (wanted, expected) = sum_rows(found), sum_rows(parts)
     assert torch.equal(rows, wanted)
     assert torch.allclose(sums, expected, rtol=0, atol=1e-14)
+
+
+class Call(torch.futures.Future[None]):
+    was_cancelled = False
+
+    def cancel(self) -> None:
+        if not self.done():
+            self.was_cancelled = True
+            self.set_exception(CallCancelled("it is cancelled"))
+
+
+@pytest.mark.parametrize("cancels_others", [True, False])
+def test_a_lost_server_ends_calls_that_may_wait_for_trainers_and_no_others(
+    cancels_others: bool,
+) -> None:
+    lost, there = Call(), Call()
+    calls: Any = {"lost": lost, "there": there}
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(wait_for, calls, cancels_others=cancels_others)
+        lost.set_exception(WorkerLost("it is lost", worker="lost"))
+        if not cancels_others:
+            assert not wait([outcome], 0.05).done
+            there.set_result(None)
+        with pytest.raises(WorkerLost, match="it is lost"):
+            outcome.result()
+    assert there.was_cancelled == cancels_others
