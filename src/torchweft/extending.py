@@ -18,6 +18,7 @@ import weakref
 from _thread import get_ident
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchweft.arguments import UNSET_RPC_TIMEOUT
@@ -149,7 +150,6 @@ __all__ = [
     "own_report",
     "may_take_long",
     "name_served_call",
-    "open_calls",
     "pack",
     "ports",
     "present_workers",
@@ -543,11 +543,16 @@ def waiting(waits: Callable[[], Sequence[Any]]) -> AbstractContextManager[object
     another do not run out of threads; and reports show for what the thread waits.
 
     Args:
-        waits: Returns a list of the ``Wait`` of each thing that is awaited; for futures of calls,
-            ``open_calls(futures)``. It is called by other threads, and does not block.
+        waits: Returns what is awaited: futures of calls, and the ``Wait`` of anything else. It is
+            called by other threads, and does not block.
     """
     agent = of_process.here
-    return nullcontext() if agent is None else agent.reactor.waiting(waits)
+    return nullcontext() if agent is None else agent.reactor.waiting(partial(_parts, waits))
+
+
+def _parts(waits: Callable[[], Sequence[Any]]) -> list[Any]:
+    awaited = waits()
+    return [*open_calls(awaited), *[each for each in awaited if isinstance(each, Wait)]]
 
 
 # For tools that observe

@@ -441,7 +441,7 @@ class MapFuture(OrderedFuture[T]):
 
     def _waits(self) -> Sequence[Any]:
         execution = self._execution
-        return [] if execution is None else extending.open_calls(execution.open_calls())
+        return [] if execution is None else execution.open_calls()
 
     def cancel(self) -> bool:
         """Gives the map up: it fails with ``CallCancelled``, and running calls are cancelled.
