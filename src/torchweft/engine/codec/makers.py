@@ -19,10 +19,12 @@ import enum
 import functools
 import importlib
 import pathlib
+import struct
 import sys
 import uuid
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,10 @@ class _Plain:
     pass
 
 
+class _Bare:
+    __slots__ = ()
+
+
 def leave_to_pickle(kind: type) -> None:
     """Has objects of a class and its subclasses go by pickle from now on."""
     global _left_to_pickle
@@ -83,7 +89,7 @@ def made_parts(value: Any) -> Parts | None:
     if is_own or is_reduced(kind) or kind in copyreg.dispatch_table or not _has_name(kind):
         return None
     if is_instance_kind(kind):
-        return _instance, (kind, vars(value))
+        return _instance, (kind, _attributes_of(value))
     if is_record_kind(kind):
         return _record, (kind, tuple(value))
     if isinstance(value, enum.Enum) and kind.__reduce_ex__ is _REDUCE_MEMBER:
@@ -128,18 +134,42 @@ def _checked(arguments: object) -> tuple[Any, ...]:
 
 
 def is_instance_kind(kind: type) -> bool:
-    """Whether objects of a class are a dict of attributes, and pickle treats them as such."""
+    """Whether objects of a class are a dict of attributes, or slots, and pickle agrees."""
     makes: Any = kind.__new__
+    like, slots = (_Plain, {}) if kind.__dictoffset__ else (_Bare, slots_of(kind))
+    size = like.__basicsize__ + len(slots) * struct.calcsize("P")
     if (
-        makes is not object.__new__
-        or kind.__basicsize__ != _Plain.__basicsize__
-        or kind.__dictoffset__ != _Plain.__dictoffset__
+        kind is object
+        or makes is not object.__new__
+        or kind.__basicsize__ != size
+        or kind.__dictoffset__ != like.__dictoffset__
     ):
         return False
     for base in kind.__mro__[:-1]:
         if not base.__flags__ & _FROM_PYTHON or not _HOOKS.isdisjoint(vars(base)):
             return False
     return True
+
+
+@functools.lru_cache(256)
+def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    """Returns the members that ``__slots__`` of a class and of its bases have made, by name."""
+    return {
+        name: member
+        for base in reversed(kind.__mro__)
+        for name, member in vars(base).items()
+        if type(member) is MemberDescriptorType
+    }
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    kind: Any = type(value)
+    if kind.__dictoffset__:
+        attributes: dict[str, Any] = vars(value)
+        return attributes
+    missing = object()
+    slots = {name: getattr(value, name, missing) for name in slots_of(kind)}
+    return {name: each for name, each in slots.items() if each is not missing}
 
 
 def is_record_kind(kind: type) -> bool:
@@ -164,6 +194,13 @@ def _instance(kind: Any, attributes: Any) -> Any:
     if not _is_known_instance_kind(kind) or type(attributes) is not dict:
         raise ProtocolError(f"a message has an object of {kind!r}, which goes by pickle")
     made = kind.__new__(kind)
+    if not kind.__dictoffset__:
+        slots = slots_of(kind)
+        for name, each in attributes.items():
+            if name not in slots:
+                raise SerializationError(f"{kind!r} has no slot {name!r} on this worker")
+            slots[name].__set__(made, each)
+        return made
     for name, each in attributes.items():
         vars(made)[sys.intern(name) if type(name) is str else name] = each
     return made
@@ -207,6 +244,7 @@ _TAKEN_APART: dict[type, Callable[[Any], Parts | None]] = {
     range: lambda value: (range, (value.start, value.stop, value.step)),
     slice: lambda value: (slice, (value.start, value.stop, value.step)),
     defaultdict: lambda value: (defaultdict, (value.default_factory, dict(value))),
+    Counter: lambda value: (Counter, (dict(value),)),
     deque: lambda value: (deque, (list(value), value.maxlen)),
     uuid.UUID: _take_id_apart,
     **dict.fromkeys(

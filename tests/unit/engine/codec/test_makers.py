@@ -13,7 +13,7 @@ import random
 import sys
 import types
 import uuid
-from collections import defaultdict, deque, namedtuple
+from collections import Counter, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -53,6 +53,30 @@ class Held(Generic[T]):
 
     def __repr__(self) -> str:
         return f"Held({self.value!r})"
+
+
+class Slotted:
+    __slots__ = ("__own", "a")
+
+    def __init__(self, a: Any = None) -> None:
+        self.a = a
+
+    def __repr__(self) -> str:
+        return f"Slotted({self.a!r}, {hasattr(self, '_Slotted__own')})"
+
+
+class SlottedBelow(Slotted):
+    __slots__ = ("b",)
+
+    def __init__(self, a: Any, b: Any) -> None:
+        super().__init__(a)
+        self.b = b
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}, {self.b!r}"
 
 
 class Shape(abc.ABC):
@@ -103,6 +127,8 @@ MADE = [
     Sample([Sample(1), Sample(2)]),
     Frozen("a"),
     Held({"a": [1]}),
+    Slotted(),
+    SlottedBelow([1], torch.ones(2)),
     Square(),
     Point(torch.ones(2), "y"),
     Pair(1, (2,)),
@@ -115,6 +141,7 @@ MADE = [
     slice(1, None),
     defaultdict(list, {"a": [1]}),
     defaultdict(None, {}),
+    Counter("abca"),
     deque([1, 2], maxlen=2),
     decimal.Decimal("-0.10"),
     decimal.Decimal("sNaN"),
@@ -204,7 +231,14 @@ def test_many_objects_are_left_to_pickle_which_names_their_class_once() -> None:
 # What pickle treats in another way than the default is left to it
 
 
-class Slotted:
+class SlottedWithState:
+    __slots__ = ("a",)
+
+    def __getstate__(self) -> Any:
+        return None, {}
+
+
+class SlottedAgain(Slotted):
     __slots__ = ("a",)
 
 
@@ -277,7 +311,15 @@ class Inner:
 @cases(
     "value",
     [
-        *(Slotted(), SlottedWithAttributes(), WithState(), SetsState(), Reduces(), ReducesAny()),
+        *(
+            SlottedWithState(),
+            SlottedAgain(),
+            SlottedWithAttributes(),
+            WithState(),
+            SetsState(),
+            Reduces(),
+            ReducesAny(),
+        ),
         *(Forwards(), New(), WithArguments(), Words([1]), OwnPoint(1), ReducedPoint(1), ByName.A),
         *(Inner.Nested(), object(), types.SimpleNamespace(a=1), ValueError("x"), torch.nn.ReLU()),
         *(Access.READ | Access.WRITE, np.array([None]), np.zeros(1, [("a", "i4")])),
@@ -352,7 +394,7 @@ def test_an_allow_list_counts_for_classes_of_objects() -> None:
     [
         ("_instance", (len, {})),
         ("_instance", (SetsState, {})),
-        ("_instance", (Slotted, {})),
+        ("_instance", (SlottedWithState, {})),
         ("_instance", (Tensor, {})),
         ("_instance", (Sample, 5)),
         ("_instance", ([], {})),
@@ -375,6 +417,11 @@ def test_false_parts_are_refused(call: tuple[str, tuple[Any, ...]]) -> None:
 def test_a_member_that_the_receiver_lacks_is_named() -> None:
     with pytest.raises(SerializationError, match=r"Color.* has no member 'BLUE' on this worker"):
         values.decode(call_of(makers._member, (Color, "BLUE")), (), ())
+
+
+def test_a_slot_that_the_receiver_lacks_is_named() -> None:
+    with pytest.raises(SerializationError, match=r"Slotted.* has no slot 'b' on this worker"):
+        values.decode(call_of(makers._instance, (Slotted, {"b": 1})), (), ())
 
 
 def call_of(maker: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
