@@ -64,16 +64,16 @@ def attack(seed: str, frames: int) -> tuple[int, int]:
     """Lets hostile members send a group some frames; returns how many were sent, and refused.
 
     Raises:
-        Exception: The honest worker noticed them.
+        AssertionError: The honest worker noticed them; the error says in which frames, and why.
     """
     logging.disable(logging.CRITICAL)
     group = Group(seed)
     try:
         while group.trio.sent < frames:
             group.round()
-    except BaseException as error:
-        error.add_note(f"seed {seed!r}, round {group.rounds}, after {group.trio.sent} frames")
-        raise
+    except Exception as error:
+        where = f"seed {seed!r}, round {group.rounds}, after {group.trio.sent} frames"
+        raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
     finally:
         group.trio.close()
         logging.disable(logging.NOTSET)

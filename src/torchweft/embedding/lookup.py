@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -475,7 +475,8 @@ def size_bytes(message: Any) -> int:
     return sum(map(size_bytes, message)) if isinstance(message, (tuple, list)) else 0
 
 
-class _Waiting(NamedTuple, Generic[B]):
+@dataclass(frozen=True)
+class _Waiting(Generic[B]):
     batch: B
     lookup: Any
     """A ``Pull``, or what has its ``outputs`` and ``cancel``."""
@@ -519,10 +520,10 @@ class RowStream(Closing, Generic[B]):
         try:
             self._fill()
             if self._waiting:
-                batch, lookup = self._waiting[0]
-                outputs = lookup.outputs()
+                first = self._waiting[0]
+                outputs = first.lookup.outputs()
                 self._waiting.popleft()
-                return batch, outputs
+                return first.batch, outputs
         except BaseException:
             self.close()
             raise

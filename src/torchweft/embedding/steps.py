@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torchweft.embedding.errors import StepError
 
@@ -19,7 +20,8 @@ P = TypeVar("P")
 """What a trainer pushes."""
 
 
-class Due(NamedTuple, Generic[P]):
+@dataclass(frozen=True)
+class Due(Generic[P]):
     """What follows from a push.
 
     Attributes:
