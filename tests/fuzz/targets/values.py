@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.fuzz.memory import at_end_of, exact_memory
 from tests.fuzz.target import Bare, Target
 from tests.marked import names_of
+from torchweft.engine.codec.makers import leave_to_pickle
 from torchweft.engine.codec.registry import rebuilds_plain
 from torchweft.engine.codec.tensors import is_dense
 from torchweft.engine.codec.values import Encoder, decode, encode
@@ -38,6 +39,10 @@ class _Home:
 
     def __init__(self, id: ReferenceId) -> None:
         self.id = id
+
+
+for _kind in (_Reference, _Home):
+    leave_to_pickle(_kind)
 
 
 def found() -> None:
