@@ -136,7 +136,7 @@ def send_half_of(link: Any, states: list[Any]) -> None:
     half = data[: len(data) // 2]
     with contextlib.suppress(OSError):
         if link.native is None:
-            link._socket.send(half)
+            link._socket.sendall(half)
         else:
             link.native.write([half])  # Into the ring, where there is one.
 

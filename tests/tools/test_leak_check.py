@@ -69,9 +69,9 @@ def test_what_a_test_leaves_behind_is_told_and_that_of_wider_fixtures_is_not(
 ) -> None:
     sample = tmp_path / "test_sample.py"
     sample.write_text(SAMPLE)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", os.devnull]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:warnings", "-c"]
     done = subprocess.run(
-        [*command, "-o", "markers=keeps", f"--rootdir={tmp_path}", str(sample)],
+        [*command, os.devnull, "-o", "markers=keeps", f"--rootdir={tmp_path}", str(sample)],
         cwd=ROOT,
         capture_output=True,
         text=True,
