@@ -496,6 +496,8 @@ class Rdma(Channel):
 
     def _open(self, peer: Peer, ways: _Ways, pool: BufferPool) -> Way:
         """Opens this side's end of a reserved way; a backend may take a second to start."""
+        if self._own_obstacle:  # A peer may ask nevertheless.
+            raise TransportFailed(self._own_obstacle)
         way = Way(open_transport(), pool)
         with self._lock:
             if peer.id in ways:

@@ -132,6 +132,19 @@ def test_the_other_direction_has_a_trial_of_its_own(
     assert len(network.transports) == 4
 
 
+def test_a_worker_without_it_opens_nothing_when_a_peer_asks(
+    network: FakeNetwork, pair: list[Member]
+) -> None:
+    channel = pair[1].agent.channels.of(Rdma)
+    channel._own_obstacle = "no device"
+    asking = pair[1].peer(pair[0])
+    with pytest.raises(rdma.TransportFailed, match="no device"):
+        channel._answer(asking, b"url")
+    with pytest.raises(rdma.TransportFailed, match="no device"):
+        channel._offer(asking, b"")
+    assert not network.transports
+
+
 @pytest.mark.parametrize("action", ["open", "bind", "connect", "register"])
 def test_a_backend_that_does_not_work_is_given_up_once(
     network: FakeNetwork,
