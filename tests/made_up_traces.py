@@ -7,13 +7,13 @@ from typing import Any
 
 from torchweft.autograd.codec import PassMode, PassName, encode
 from torchweft.engine.protocol.backward import Gradients, Progress
-from torchweft.engine.protocol.observing import Lead
 from torchweft.engine.wire.frames import encode_frame
 from torchweft.engine.wire.messages import Kind, encode_call, encode_reply
 from torchweft.observe.tracing.chrome import SAME, Alignment, Traced
 from torchweft.observe.tracing.notes import MADE, RAN, RECEIVED, SENT, SERVED, Row
 from torchweft.observe.tracing.reading import BACKWARD
 from torchweft.observe.tracing.slices import Slicer
+from torchweft.reports import Lead
 from torchweft.rpc.watching import MessageNote, _notes_in
 
 MAIN, SERVING = 11, 22

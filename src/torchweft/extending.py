@@ -36,14 +36,6 @@ from torchweft.engine.codec.reducers import has_memory
 from torchweft.engine.codec.registry import remotely_callable, remotely_callable_unless_strict
 from torchweft.engine.io.secure import TlsOptions
 from torchweft.engine.protocol.calls import AnsweredCall
-from torchweft.engine.protocol.observing import (
-    Lead,
-    NumberRow,
-    NumberTable,
-    Reading,
-    Wait,
-    lead_of,
-)
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark as DeviceMark
 from torchweft.engine.threads.device_streams import ServedStreams
@@ -60,7 +52,7 @@ from torchweft.engine.worker.tensor_messages import own_copy
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.optim.distributed import Failure, run_on_owners
-from torchweft.reports import Report
+from torchweft.reports import Report, Wait
 from torchweft.rpc import serving
 from torchweft.rpc.calls import Future, OrderedFuture, ignore_errors, open_calls, start
 from torchweft.rpc.counting import Names as CalledNames
@@ -102,23 +94,18 @@ __all__ = [
     "DeviceMark",
     "Devices",
     "Failure",
-    "Lead",
     "Member",
     "Message",
     "MessageNote",
     "MessageWatcher",
-    "NumberRow",
-    "NumberTable",
     "OrderedFuture",
     "PassPart",
     "PendingCall",
     "Packed",
     "PerWorker",
     "Placement",
-    "Reading",
     "Route",
     "ServedStreams",
-    "Wait",
     "Watcher",
     "accumulate",
     "acquire",
@@ -142,7 +129,6 @@ __all__ = [
     "is_open_group",
     "is_worker",
     "launched_place",
-    "lead_of",
     "leave_failed",
     "log_exception",
     "message_in",
@@ -543,8 +529,8 @@ def waiting(waits: Callable[[], Sequence[Any]]) -> AbstractContextManager[object
     another do not run out of threads; and reports show for what the thread waits.
 
     Args:
-        waits: Returns what is awaited: futures of calls, and the ``Wait`` of anything else. It is
-            called by other threads, and does not block.
+        waits: Returns what is awaited: futures of calls, and a ``Wait`` of ``torchweft.reports``
+            of anything else. It is called by other threads, and does not block.
     """
     agent = of_process.here
     return nullcontext() if agent is None else agent.reactor.waiting(partial(_parts, waits))

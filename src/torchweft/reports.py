@@ -23,9 +23,9 @@ import struct
 import time
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torchweft.columns import LAYOUT, printable
 from torchweft.engine.io import addresses
@@ -74,6 +74,7 @@ __all__ = [
     "HeldReference",
     "HostFacts",
     "Identity",
+    "Lead",
     "Member",
     "NumberRow",
     "NumberTable",
@@ -92,6 +93,7 @@ __all__ = [
     "call_key",
     "decode",
     "encode",
+    "lead_of",
     "listeners_here",
     "making_key",
     "may_reach",
@@ -146,6 +148,35 @@ def sum_of(*all_times: Times) -> dict[str, int]:
         for bucket, count in times.items():
             total[bucket] = total.get(bucket, 0) + count
     return total
+
+
+class Lead(NamedTuple):
+    """By how much another worker's clock is ahead of the own one; all in seconds.
+
+    Attributes:
+        at_s: The own time at which it was measured.
+        ahead_s: The lead.
+        error_s: By how much ``ahead_s`` may be wrong.
+    """
+
+    at_s: float
+    ahead_s: float
+    error_s: float
+
+
+def lead_of(readings: Iterable[tuple[float, float, float]]) -> Lead:
+    """Returns the lead that the shortest of some calls shows.
+
+    Args:
+        readings: Of each call that read the other clock: the own time before it, the other time,
+            and the own time after it.
+
+    Raises:
+        ValueError: There are no readings.
+    """
+    sent_s, read_s, received_s = min(readings, key=lambda each: each[2] - each[0])
+    middle_s = (sent_s + received_s) / 2
+    return Lead(middle_s, read_s - middle_s, (received_s - sent_s) / 2)
 
 
 T = TypeVar("T")

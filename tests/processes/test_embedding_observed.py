@@ -20,8 +20,8 @@ from tests.contract.processes.test_embedding_observed import SERVERS, TRAINERS
 from torchweft import rpc
 from torchweft.embedding import Plan, plan_tables
 from torchweft.embedding.layout import pieces_of
-from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.launch import Cluster, Nursery
+from torchweft.reports import NumberRow, NumberTable
 from torchweft.rpc.observed import tell
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")

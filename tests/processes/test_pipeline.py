@@ -19,7 +19,6 @@ from tests.contract.processes.pipeline_models import (
 )
 from tests.contract.processes.test_pipeline import TINY, WORKERS, distance, mse, regression
 from torchweft import rpc
-from torchweft.engine.protocol.observing import lead_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch import Nursery
 from torchweft.pipeline import (
@@ -33,6 +32,7 @@ from torchweft.pipeline import (
 )
 from torchweft.pipeline.host import Host
 from torchweft.pipeline.schedules import Kind
+from torchweft.reports import lead_of
 from torchweft.rpc.api import Proxy
 
 # The tests share workers, which connect to one another on first use.

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 from tests.reports import calling, made, report, served, thread
-from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.errors import ProtocolError
 from torchweft.reports import (
     Event,
     FunctionCounts,
     HeldReference,
     Identity,
+    NumberRow,
+    NumberTable,
     Report,
     Traffic,
     decode,

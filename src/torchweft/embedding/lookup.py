@@ -38,7 +38,8 @@ from torchweft.embedding.requests import (
 from torchweft.embedding.rows import Form, Wire, decode
 from torchweft.embedding.server import ROW_PARTS, shown_staleness
 from torchweft.errors import ConfigurationError
-from torchweft.extending import NumberRow, NumberTable, tell_numbers
+from torchweft.extending import tell_numbers
+from torchweft.reports import NumberRow, NumberTable
 from torchweft.rpc import Future
 
 B = TypeVar("B")

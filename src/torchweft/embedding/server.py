@@ -41,14 +41,13 @@ from torchweft.embedding.shard import Gradients, Shard
 from torchweft.embedding.steps import Steps
 from torchweft.errors import BrokenChain, ConfigurationError
 from torchweft.extending import (
-    NumberRow,
-    NumberTable,
     check_types,
     rebuilds_plain,
     run_in_background,
     serves_another_strictly,
     tell_numbers,
 )
+from torchweft.reports import NumberRow, NumberTable
 from torchweft.rpc import RRef, expose, functions, get_worker_info
 
 _MARKS = 256

@@ -24,18 +24,16 @@ import torch
 
 from torchweft.errors import CallTimeout, ProtocolError
 from torchweft.extending import (
-    Reading,
     Route,
     check_types,
     find_devices,
-    lead_of,
     remotely_callable,
     remotely_callable_unless_strict,
     route_to,
     this_worker,
 )
 from torchweft.native import native, reason
-from torchweft.reports import FACTS, MEASURE, HostFacts, PairFacts, WorkerFacts, encode
+from torchweft.reports import FACTS, MEASURE, HostFacts, PairFacts, WorkerFacts, encode, lead_of
 from torchweft.rpc import WorkerHealth, WorkerState, health, rpc_sync
 from torchweft.version import VERSION
 
@@ -167,7 +165,9 @@ def measure(callee: str, effort: Effort) -> PairFacts:
     return _with_route(measured, route_to(callee))
 
 
-def _small_calls(deadline: _Deadline, callee: str, effort: Effort) -> tuple[float, list[Reading]]:
+def _small_calls(
+    deadline: _Deadline, callee: str, effort: Effort
+) -> tuple[float, list[tuple[float, float, float]]]:
     """Returns the median time of a call, and readings of the other clock."""
     deadline.call(callee, read_time)
     times, readings = [], []
@@ -175,7 +175,7 @@ def _small_calls(deadline: _Deadline, callee: str, effort: Effort) -> tuple[floa
         start_s, start = time.perf_counter(), time.time()
         theirs = deadline.call(callee, read_time)
         times.append(time.perf_counter() - start_s)
-        readings.append(Reading(start, theirs, start + times[-1]))
+        readings.append((start, theirs, start + times[-1]))
     return sorted(times)[len(times) // 2], readings
 
 

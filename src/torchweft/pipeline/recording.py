@@ -1,7 +1,7 @@
 """Measures when each action of a pipeline runs: notes on the workers, timelines on the driver.
 
 Workers of one host read one monotonic clock. For a worker with another clock, the driver takes the
-difference from the shortest of a few calls; see ``torchweft.extending.lead_of``.
+difference from the shortest of a few calls; see ``torchweft.reports.lead_of``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from statistics import median_low
 from typing import NamedTuple
 
 from torchweft.errors import ConfigurationError, WeftError
-from torchweft.extending import Lead, Reading, lead_of
 from torchweft.ids import WorkerInfo
 from torchweft.pipeline.schedules import Costs, Span, Table, Timeline, predict
 from torchweft.pipeline.schedules.timeline import measured_costs, report
 from torchweft.probe import clock_id
+from torchweft.reports import Lead, lead_of
 from torchweft.rpc import rpc_sync
 
 _PINGS = 5
@@ -222,11 +222,11 @@ def read_clock() -> float:
     return time.monotonic()
 
 
-def _readings(worker: WorkerInfo) -> list[Reading]:
-    """Reads a worker's clock by a few calls."""
+def _readings(worker: WorkerInfo) -> list[tuple[float, float, float]]:
+    """Reads a worker's clock by a few calls; see ``lead_of``."""
     found = []
     for _ in range(_PINGS):
         sent_s = time.monotonic()
         there_s = rpc_sync(worker, read_clock)
-        found.append(Reading(sent_s, there_s, time.monotonic()))
+        found.append((sent_s, there_s, time.monotonic()))
     return found

@@ -24,7 +24,6 @@ from torchweft.errors import PipelineError, ProtocolError, WeftError, WorkerLost
 from torchweft.extending import (
     DeviceMark,
     Member,
-    Wait,
     device_mark,
     find_worker,
     ports,
@@ -39,6 +38,7 @@ from torchweft.pipeline.recording import Notes
 from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream, Table
 from torchweft.pipeline.stage import Leaves, Objective, StageRun
 from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe_packets
+from torchweft.reports import Wait
 from torchweft.rpc import RRef, on_worker_lost
 
 FORWARD, BACKWARD, COPIES = range(3)

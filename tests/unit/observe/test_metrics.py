@@ -8,10 +8,9 @@ import pytest
 
 from tests.reports import made, member, report, served
 from torchweft import observe
-from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitialized
 from torchweft.observe.measures import BOUNDS_S, Distribution, measures_of
-from torchweft.reports import FunctionCounts, Traffic, bucket_of
+from torchweft.reports import FunctionCounts, NumberRow, NumberTable, Traffic, bucket_of
 
 OF_F = {"weft.worker": "a", "rpc.system.name": "torchweft", "rpc.method": "f"}
 

@@ -18,12 +18,11 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static, TabbedContent
 
 from tests.reports import made, report, thread
-from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.observe import text
 from torchweft.observe.group import Answers
 from torchweft.observe.looking import Look, look_at
 from torchweft.observe.screen import Opened, Overview, TopApp, Waits, fill
-from torchweft.reports import FunctionCounts, Traffic
+from torchweft.reports import FunctionCounts, NumberRow, NumberTable, Traffic
 
 WORKERS = 24
 LIMIT_S = 50.0

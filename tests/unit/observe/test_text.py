@@ -6,10 +6,9 @@ import re
 import pytest
 
 from tests.reports import calling, made, report, served, thread
-from torchweft.engine.protocol.observing import NumberRow, NumberTable
 from torchweft.observe import text
 from torchweft.observe.rates import functions, peers, rate
-from torchweft.reports import Event, FunctionCounts, HeldReference, Traffic
+from torchweft.reports import Event, FunctionCounts, HeldReference, NumberRow, NumberTable, Traffic
 
 
 def test_a_table_has_text_at_the_left_and_numbers_at_the_right() -> None:

@@ -1,4 +1,4 @@
-"""What a worker notes for observers: waits, numbers of its components, readings of other clocks.
+"""What a worker notes for observers: waits, and numbers of its components.
 
 The keys of calls and references are the same from all workers. ``torchweft.observe`` makes reports
 of these.
@@ -6,9 +6,7 @@ of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torchweft.ids import ReferenceId
 
@@ -80,42 +78,3 @@ class NumberTable:
     title: str
     labels: tuple[str, ...]
     rows: tuple[NumberRow, ...]
-
-
-class Reading(NamedTuple):
-    """One call that read another worker's clock; all in seconds.
-
-    Attributes:
-        sent_s: The own time before the call.
-        read_s: The other clock.
-        received_s: The own time after the call.
-    """
-
-    sent_s: float
-    read_s: float
-    received_s: float
-
-
-class Lead(NamedTuple):
-    """By how much another worker's clock is ahead of the own one; all in seconds.
-
-    Attributes:
-        at_s: The own time at which it was measured.
-        ahead_s: The lead.
-        error_s: By how much ``ahead_s`` may be wrong.
-    """
-
-    at_s: float
-    ahead_s: float
-    error_s: float
-
-
-def lead_of(readings: Iterable[Reading]) -> Lead:
-    """Returns the lead that the shortest of some calls shows.
-
-    Raises:
-        ValueError: There are no readings.
-    """
-    sent_s, read_s, received_s = min(readings, key=lambda each: each.received_s - each.sent_s)
-    middle_s = (sent_s + received_s) / 2
-    return Lead(middle_s, read_s - middle_s, (received_s - sent_s) / 2)

@@ -21,9 +21,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
-from torchweft.extending import Lead
 from torchweft.observe.tracing.reading import FORMAT, RECEIVE, RUN, SEND
 from torchweft.observe.tracing.slices import Slice
+from torchweft.reports import Lead
 
 Event = dict[str, Any]
 

@@ -11,15 +11,7 @@ from typing import Any
 
 from torchweft.arguments import wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError, ObserveError, WorkerLost
-from torchweft.extending import (
-    Lead,
-    Member,
-    Reading,
-    ignore_errors,
-    lead_of,
-    present_workers,
-    this_worker,
-)
+from torchweft.extending import Member, ignore_errors, present_workers, this_worker
 from torchweft.files import replacing
 from torchweft.observe.tracing import chrome, recorder
 from torchweft.observe.tracing.chrome import SAME, Alignment, Traced
@@ -27,6 +19,7 @@ from torchweft.observe.tracing.reading import Graph, graph_of, load
 from torchweft.observe.tracing.recorder import RECORDER
 from torchweft.observe.tracing.slices import Slice
 from torchweft.probe import clock_id
+from torchweft.reports import Lead, lead_of
 from torchweft.rpc import rpc_async, rpc_sync
 
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
@@ -238,7 +231,7 @@ class Trace:
         for _ in range(_READINGS):
             sent_s = time.monotonic()
             _, read_s = rpc_sync(peer.info, recorder.read_clock, timeout=self._timeout_s)
-            readings.append(Reading(sent_s, read_s, time.monotonic()))
+            readings.append((sent_s, read_s, time.monotonic()))
         return lead_of(readings)
 
     def _alignment(self, peer: Member) -> Alignment:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.engine.protocol.observing import Lead, Reading, lead_of
 from torchweft.observe.tracing.chrome import SAME, Alignment
+from torchweft.reports import Lead, lead_of
 
 delays = st.floats(0.0, 0.5)
 offsets = st.floats(-1e6, 1e6)
@@ -25,17 +25,17 @@ class Clock:
     def at(self, own_s: float) -> float:
         return self.offset_s + self.rate * own_s
 
-    def read(self, sent_s: float, there_s: float, back_s: float) -> Reading:
+    def read(self, sent_s: float, there_s: float, back_s: float) -> tuple[float, float, float]:
         """Returns a reading by a call with two delays."""
         read_s = sent_s + there_s
-        return Reading(sent_s, self.at(read_s), read_s + back_s)
+        return sent_s, self.at(read_s), read_s + back_s
 
 
 def lead_by(clock: Clock, begin_s: float, calls: list[tuple[float, float]]) -> Lead:
     readings = []
     for there_s, back_s in calls:
         readings.append(clock.read(begin_s, there_s, back_s))
-        begin_s = readings[-1].received_s
+        begin_s = readings[-1][2]
     return lead_of(readings)
 
 
