@@ -14,7 +14,7 @@ from torchweft.observe.tracing.notes import MADE, RAN, RECEIVED, SENT, SERVED, R
 from torchweft.observe.tracing.reading import BACKWARD
 from torchweft.observe.tracing.slices import Slicer
 from torchweft.reports import Lead
-from torchweft.rpc.watching import MessageNote, _notes_in
+from torchweft.rpc.watching import Note, _notes_in
 
 MAIN, SERVING = 11, 22
 NAMES = {0: "trainer", 1: "server", 2: "other"}
@@ -69,7 +69,7 @@ def sent(
     return SENT, at_s, thread, peer, *note(kind, number, more, context, message)
 
 
-def note(kind: Kind, number: int, more: int, context: int, message: int) -> MessageNote:
+def note(kind: Kind, number: int, more: int, context: int, message: int) -> Note:
     """Returns what is kept of the message."""
     frame = encode_frame(kind, 0, number, control(kind, context, message))[0]
     ((size, *numbers, _, head),) = _notes_in([frame])

@@ -26,7 +26,6 @@ from torchweft.autograd.component import accumulate
 from torchweft.autograd.contexts import Context as AutogradContext
 from torchweft.autograd.contexts import current_id as context_id_here
 from torchweft.autograd.contexts import enter as in_context
-from torchweft.autograd.local_pass import LocalPass as PassPart
 from torchweft.autograd.replay import backward_into_grad, recompute_after_loss
 from torchweft.engine.codec import objects, registry
 from torchweft.engine.codec.functions import describe as function_name
@@ -35,17 +34,15 @@ from torchweft.engine.codec.objects import Packed
 from torchweft.engine.codec.reducers import has_memory
 from torchweft.engine.codec.registry import remotely_callable, remotely_callable_unless_strict
 from torchweft.engine.io.secure import TlsOptions
-from torchweft.engine.protocol.calls import AnsweredCall
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark as DeviceMark
 from torchweft.engine.threads.device_streams import ServedStreams
 from torchweft.engine.threads.interrupts import acquire
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.threads.thread_modes import THREADS
-from torchweft.engine.wire.messages import MAX_SPAN_BYTES
 from torchweft.engine.worker import current as of_process
 from torchweft.engine.worker.agent import Slot
-from torchweft.engine.worker.calls import PendingCall, current_call
+from torchweft.engine.worker.calls import current_call
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.current import is_set as is_worker
 from torchweft.engine.worker.tensor_messages import own_copy
@@ -55,7 +52,6 @@ from torchweft.optim.distributed import Failure, run_on_owners
 from torchweft.reports import Report, Wait
 from torchweft.rpc import serving
 from torchweft.rpc.calls import Future, OrderedFuture, ignore_errors, open_calls, start
-from torchweft.rpc.counting import Names as CalledNames
 from torchweft.rpc.joining import leave_failed
 from torchweft.rpc.node import current_node
 from torchweft.rpc.observed import (
@@ -63,7 +59,6 @@ from torchweft.rpc.observed import (
     Route,
     find_devices,
     on_worker_lost,
-    request_of,
     route_to,
 )
 from torchweft.rpc.observed import tell as tell_numbers
@@ -80,27 +75,20 @@ from torchweft.rpc.serving import (
     refuse,
     serves_another_strictly,
 )
-from torchweft.rpc.watching import Message, MessageNote, MessageWatcher, message_in
-from torchweft.rpc.watching import watch as watch_worker
-from torchweft.rpc.worker import WORKER, Carrier, Watcher, current_worker
+from torchweft.rpc.watching import IncomingCall, Message, OutgoingCall, Watcher
+from torchweft.rpc.worker import WORKER, current_worker
 from torchweft.secret import Secret
 
 __all__ = [
-    "MAX_SPAN_BYTES",
-    "AnsweredCall",
-    "CalledNames",
-    "Carrier",
     "AutogradContext",
     "DeviceMark",
     "Devices",
     "Failure",
+    "IncomingCall",
     "Member",
     "Message",
-    "MessageNote",
-    "MessageWatcher",
     "OrderedFuture",
-    "PassPart",
-    "PendingCall",
+    "OutgoingCall",
     "Packed",
     "PerWorker",
     "Placement",
@@ -115,7 +103,6 @@ __all__ = [
     "check_called",
     "check_caller",
     "check_types",
-    "context_id_here",
     "credentials",
     "device_mark",
     "find_devices",
@@ -131,7 +118,6 @@ __all__ = [
     "launched_place",
     "leave_failed",
     "log_exception",
-    "message_in",
     "on_leave",
     "own_report",
     "may_take_long",
@@ -144,7 +130,6 @@ __all__ = [
     "refuse",
     "remotely_callable",
     "remotely_callable_unless_strict",
-    "request_of",
     "route_to",
     "run_in_background",
     "run_on_owners",
@@ -556,16 +541,13 @@ def own_report(question: str) -> Report:
 def watch(watcher: Watcher) -> Callable[[], None]:
     """Has a watcher hear of what this worker does from now on, from any thread.
 
-    A ``MessageWatcher`` hears of messages and of tensors on other channels as well, and a
-    ``Carrier`` adds contexts to calls. A worker has one of each at most.
-
     Args:
         watcher: Has the methods that are called. They neither block nor raise.
 
     Returns:
-        A function that ends it.
+        A function that ends it; it may be called several times.
     """
-    return watch_worker(current_worker(), watcher)
+    return current_worker().watch(watcher)
 
 
 def credentials() -> tuple[Secret | None, TlsOptions | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,27 +15,28 @@ from torchweft.ids import ReferenceId
 from torchweft.launch import Nursery
 
 
-class Counts(extending.MessageWatcher):
+class Counts(extending.Watcher):
     """Notes what it is told."""
+
+    hears_messages = True
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, bool]] = []
         self.created: list[int] = []
         self.sent_kinds: list[str] = []
         self.received_kinds: list[str] = []
-        self.names = extending.CalledNames()
 
-    def call_ends(self, call: extending.PendingCall) -> None:
+    def call_ends(self, call: extending.OutgoingCall) -> None:
         self.calls.append((self.names.name_of(call.function), call.has_failed))
 
-    def creation_sent(self, call: extending.PendingCall, reference: ReferenceId) -> None:
+    def creation_sent(self, call: extending.OutgoingCall, reference: ReferenceId) -> None:
         self.created.append(reference.number)
 
-    def sending(self, worker: int, notes: list[extending.MessageNote]) -> Any:
-        self.sent_kinds += [extending.message_in(note).kind for note in notes]
+    def sending(self, worker: int, notes: Sequence[tuple[Any, ...]]) -> Any:
+        self.sent_kinds += [extending.Message.noted(note).kind for note in notes]
 
-    def received(self, worker: int, note: extending.MessageNote) -> None:
-        self.received_kinds.append(extending.message_in(note).kind)
+    def received(self, worker: int, note: tuple[Any, ...]) -> None:
+        self.received_kinds.append(extending.Message.noted(note).kind)
 
 
 def test_a_watcher_hears_of_calls_and_messages_until_it_ends(nursery: Nursery) -> None:

@@ -52,7 +52,7 @@ from torchweft.engine.threads.device_streams import Mark
 from torchweft.engine.threads.interrupts import Flag, is_of_handler
 from torchweft.engine.threads.reports import log_exception, names_of
 from torchweft.engine.wire.frames import Frame
-from torchweft.engine.wire.messages import Kind, pass_span
+from torchweft.engine.wire.messages import MAX_SPAN_BYTES, Kind, pass_span
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.calls import Spins, kinds_of
 from torchweft.engine.worker.peers import Peer
@@ -98,7 +98,7 @@ class Passes:
         self.envelopes = envelopes
         self.timeout_s = knobs.BACKWARD_TIMEOUT_S.get()
         self.watchers: Sequence[Any] = ()
-        """The watchers of the worker; see ``rpc.worker.Watcher``."""
+        """The watchers of the worker; see ``rpc.watching.Watcher``."""
         self.lock = threading.RLock()
         self.parts: dict[tuple[int, int], PassPart] = {}
         """By the numbers of passes and of their contexts, those that this worker leads included."""
@@ -359,8 +359,9 @@ class PassPart:
             local = self.local
             if local is not None and not self.machine.is_over:
                 work = local.work
+                key = local.pass_id, local.context_id
                 for each in self._passes.watchers:
-                    work = partial(each.part_runs, local, work)
+                    work = partial(each.part_runs, key, local.operations_due, work)
                 actions += self.machine.worked(*work())
         except PassEnded as ended:
             if ended.error is not None:
@@ -497,8 +498,8 @@ class PassPart:
         assert self.name is not None
         buffers = self._passes.envelopes.encode(peer, self.name, messages)
         for each in self._passes.watchers:
-            span = each.span_before(peer.id, self.name.pass_id, self.name.context_id)
-            if span:
+            span = each.span_before(peer.id, (self.name.pass_id, self.name.context_id))
+            if 0 < len(span) <= MAX_SPAN_BYTES:
                 name = self.name
                 buffers = [*pass_span(name.pass_id, name.context_id, span), *buffers]
         if type(messages[0]) in (Failed, Abort):

@@ -35,18 +35,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchweft.errors import ObserveError
+from torchweft.autograd import current_context_id
+from torchweft.errors import AutogradError, ObserveError
 from torchweft.extending import (
-    MAX_SPAN_BYTES,
-    AnsweredCall,
-    CalledNames,
-    Carrier,
-    PassPart,
-    PendingCall,
+    IncomingCall,
+    OutgoingCall,
     PerWorker,
-    context_id_here,
+    Watcher,
     on_leave,
-    request_of,
     served_call,
     this_worker,
     watch,
@@ -62,11 +58,10 @@ MOST_CONTEXTS = 1000
 
 
 def carried_in(context: Context) -> bytes:
-    """Returns a context as a call carries it; nothing where it has none, or is too long."""
+    """Returns a context as a call carries it; nothing where it has none."""
     headers: dict[str, str] = {}
     propagate.inject(headers, context)
-    carried = "\n".join([f"{name}:{value}" for name, value in headers.items()]).encode()
-    return carried if len(carried) <= MAX_SPAN_BYTES else b""
+    return "\n".join([f"{name}:{value}" for name, value in headers.items()]).encode()
 
 
 def context_in(carried: bytes) -> Context:
@@ -98,7 +93,7 @@ SYSTEM = "torchweft"
 _NS = 1_000_000_000
 
 
-class Tracer(Carrier):
+class Tracer(Watcher):
     """Makes the spans of the calls and passes of one worker. Thread-safe.
 
     Args:
@@ -108,6 +103,8 @@ class Tracer(Carrier):
         me: The id of the worker.
     """
 
+    carries_contexts = True
+
     def __init__(self, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(SYSTEM, VERSION, tracer_provider=provider)
         self._steps = _Steps()
@@ -116,23 +113,22 @@ class Tracer(Carrier):
         self._passes: OrderedDict[tuple[int, int], _Pass] = OrderedDict()
         """The newest passes, by the numbers of a pass and of its autograd context."""
         self._lock = threading.Lock()
-        self._names = CalledNames()
         self.me = -1
 
     # Calls at their caller
 
-    def call_begins(self, call: PendingCall) -> bytes:
+    def call_begins(self, call: OutgoingCall) -> bytes:
         """Begins the span of a call; returns its context."""
-        name = self._names.name_of(call.function)
+        name = self.names.name_of(call.function)
         attributes = {**_about(name, call.worker_name), "server.address": call.worker_name}
-        if context_id := context_id_here():
-            attributes["weft.autograd.context"] = context_id
+        with contextlib.suppress(AutogradError):
+            attributes["weft.autograd.context"] = current_context_id()
         within = _current(self._context_of(call.parent))
         span = self._tracer.start_span(name, within, SpanKind.CLIENT, attributes)
         call.notes[self] = _Made(span)
         return carried_in(trace.set_span_in_context(span, within))
 
-    def call_ends(self, call: PendingCall) -> None:
+    def call_ends(self, call: OutgoingCall) -> None:
         """Ends the span of a call, unless an error answers it."""
         made: _Made = call.notes[self]
         if call.frame is not None and call.has_failed:
@@ -142,20 +138,20 @@ class Tracer(Carrier):
             _fail(made.span, call.error)
         made.span.end()
 
-    def call_fails(self, call: PendingCall, error: BaseException) -> None:
+    def call_fails(self, call: OutgoingCall, error: BaseException) -> None:
         """Ends the span of a call with an error."""
         made: _Made = call.notes[self]
         if made.span.is_recording():
             _fail(made.span, error)
             made.span.end(made.ended_ns)
 
-    def creation_sent(self, call: PendingCall, reference: ReferenceId) -> None:
+    def creation_sent(self, call: OutgoingCall, reference: ReferenceId) -> None:
         """Ends the span of a call that makes a value: nobody waits for its answer."""
         call.notes[self].span.end()  # Nobody waits for its answer.
 
     # Calls at their callee
 
-    def around(self, call: AnsweredCall, run: Callable[[], Any]) -> Any:
+    def around(self, call: IncomingCall, run: Callable[[], Any]) -> Any:
         """Runs what serves a call, or a part of that, in the context of its span."""
         noted = getattr(call, "notes", None)
         if noted is None:
@@ -173,9 +169,9 @@ class Tracer(Carrier):
                 served.span.set_attribute("weft.cancelled", True)
                 served.span.end()  # It was given up before its turn.
 
-    def _begin_served(self, call: AnsweredCall) -> _Served:
-        function, carried = request_of(call)
-        name = self._names.name_of(function)
+    def _begin_served(self, call: IncomingCall) -> _Served:
+        function, carried = self.request_of(call)
+        name = self.names.name_of(function)
         within = context_in(carried) if carried else Context()
         waited_s = time.monotonic() - call.arrived_s
         attributes = {**_about(name, call.peer.name), "weft.queue.duration": waited_s}
@@ -185,12 +181,12 @@ class Tracer(Carrier):
         )
         return _Served(span, name, carried, trace.set_span_in_context(span, within))
 
-    def serving_ends(self, call: AnsweredCall, error: BaseException | None) -> None:
+    def serving_ends(self, call: IncomingCall, error: BaseException | None) -> None:
         """Ends the span of a served call."""
         served = self._served(call)
         if served is None or call.has_ended:
             return
-        name = self._names.name_of(call.function)
+        name = self.names.name_of(call.function)
         if name != served.name:
             served.span.update_name(name)
             served.span.set_attribute("rpc.method", name)
@@ -221,7 +217,7 @@ class Tracer(Carrier):
         # Of a batch for one call, its parent is that call. A span has one parent at most.
         within = self._context_of(calls[0]) if len(calls) == 1 else None
         within = Context() if within is None else within
-        name = self._names.name_of(function)
+        name = self.names.name_of(function)
         attributes: dict[str, Any] = {"rpc.method": name, "weft.batch.calls": len(calls)}
         span = self._tracer.start_span(
             f"batch {name}", within, SpanKind.INTERNAL, attributes, links
@@ -258,9 +254,9 @@ class Tracer(Carrier):
         with _inside(span, within):
             yield
 
-    def span_before(self, worker: int, pass_id: int, context_id: int) -> bytes:
+    def span_before(self, worker: int, key: tuple[int, int]) -> bytes:
         """Returns the context of a pass for a worker that has not got it."""
-        key, leader = (pass_id, context_id), worker_of(pass_id)
+        leader = worker_of(key[0])
         known = self._passes.get(key)
         if known is None and leader == self.me:  # The thread that leads a pass is that which sends.
             carried = carried_in(contexts.get_current())
@@ -275,11 +271,14 @@ class Tracer(Carrier):
         self._keep(self._passes, key, _Pass(context))
 
     def part_runs(
-        self, part: PassPart, work: Callable[[], tuple[list[Any], Any]]
+        self,
+        key: tuple[int, int],
+        operations: Callable[[], dict[str, int]],
+        work: Callable[[], tuple[list[Any], Any]],
     ) -> tuple[list[Any], Any]:
         """Runs a step of this worker's part of a pass in a span."""
-        names, context_id = part.operations_due(), part.context_id
-        led = self._passes.get((part.pass_id, context_id))
+        names, context_id = operations(), key[1]
+        led = self._passes.get(key)
         within = _current(self._of_context.get(context_id) if led is None else led.context)
         attributes: dict[str, Any] = {
             "weft.autograd.context": context_id,

@@ -9,18 +9,23 @@ from __future__ import annotations
 import math
 import threading
 import time
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchweft import knobs
-from torchweft.engine.codec.functions import describe, own_name
-from torchweft.engine.protocol.calls import AnsweredCall
-from torchweft.engine.worker.calls import PendingCall
 from torchweft.ids import ReferenceId
 from torchweft.reports import LEAST_S, STEPS, FunctionCounts
-from torchweft.rpc.worker import Watcher, Worker
+from torchweft.rpc.watching import (
+    IncomingCall,
+    Key,
+    OutgoingCall,
+    Watcher,
+    kept_of,
+    key_of,
+    name_of,
+)
+from torchweft.rpc.worker import Worker
 
 LEASE_S = 10.0
 """Seconds for which calls are counted after a report."""
@@ -45,67 +50,6 @@ class _Times(NamedTuple):
     succeeded: list[float]
     failed: list[float]
     untimed: list[float]
-
-
-Key = int | bytes | str
-"""Finds a function among those counted: its name, or the id of its code. It keeps no object of the
-program alive but code, which has no captured values."""
-
-
-def key_of(function: Any) -> Key:
-    """Returns the key of a called function; quickly for plain functions and names."""
-    kept = kept_of(function)
-    return kept if isinstance(kept, (bytes, str)) else id(kept)
-
-
-def kept_of(function: Any) -> object:
-    """Returns what is kept of a function, so that its id is not used again."""
-    kind = type(function)
-    if kind is FunctionType:
-        # All functions that one decorator wraps have the code of its wrapper.
-        wrapped = getattr(function, "__wrapped__", None)
-        return function.__code__ if wrapped is None else kept_of(wrapped)
-    if kind is MethodType:
-        return kept_of(function.__func__)
-    if kind is BuiltinFunctionType and isinstance(function.__self__, (ModuleType, type)):
-        return function
-    return function if kind is bytes else name_of(function)
-
-
-def name_of(function: Any) -> str:
-    """Returns the name of a called function in reports."""
-    if isinstance(function, bytes):
-        return own_name(function.decode(errors="replace")) or "a function by value"
-    if isinstance(function, tuple):  # A ``Subject``: its last part is the method.
-        return f"{function[-1]} of a reference"
-    return function if isinstance(function, str) else describe(function)
-
-
-_MOST_KEPT_NAMES = 10_000
-
-
-class Names:
-    """The names of called functions; looked up once for each. Thread-safe.
-
-    Attributes:
-        by_key: The names of known functions: by the id of their code, or by the name that a
-            message has.
-    """
-
-    def __init__(self) -> None:
-        self.by_key: dict[Any, str] = {}
-        self._kept: list[object] = []
-
-    def name_of(self, function: Any) -> str:
-        """Returns the name of a function."""
-        key = key_of(function)
-        name = self.by_key.get(key)
-        if name is None:
-            name = name_of(function)
-            if len(self._kept) < _MOST_KEPT_NAMES and not isinstance(key, str):
-                self._kept.append(kept_of(function))
-                self.by_key[key] = name
-        return name
 
 
 class Tally:
@@ -136,7 +80,7 @@ class Tally:
             self._kept.append(kept_of(function) if key != OTHERS else None)
             return self.entries.setdefault(key, _Times([], [], []))
 
-    def note_made(self, call: PendingCall) -> None:
+    def note_made(self, call: OutgoingCall) -> None:
         """Notes a call of this worker that has its outcome."""
         taken_s = time.monotonic() - call.started_s
         function: Any = call.function
@@ -146,7 +90,7 @@ class Tally:
             entry = self.entry_of(function)
         (entry.failed if call.has_failed else entry.succeeded).append(taken_s)
 
-    def note_served(self, call: AnsweredCall, *, failed: bool) -> None:
+    def note_served(self, call: IncomingCall, *, failed: bool) -> None:
         """Notes a served call that was answered."""
         function: Any = call.function
         try:
@@ -244,15 +188,15 @@ class Counting(Watcher):
             self._worker.watch(self)
         self._timer.wake_by(now_s + _COLLECT_S)
 
-    def call_ends(self, call: PendingCall) -> None:
+    def call_ends(self, call: OutgoingCall) -> None:
         """Counts a call that this worker has made."""
         self.made.note_made(call)
 
-    def creation_sent(self, call: PendingCall, reference: ReferenceId) -> None:
+    def creation_sent(self, call: OutgoingCall, reference: ReferenceId) -> None:
         """Counts a call for whose answer nobody waits: it takes no time at the caller."""
         self.made.entry_of(call.function).untimed.append(0.0)
 
-    def served(self, call: AnsweredCall, error: BaseException | None) -> None:
+    def served(self, call: IncomingCall, error: BaseException | None) -> None:
         """Counts a served call."""
         self.taken.note_served(call, failed=error is not None)
 

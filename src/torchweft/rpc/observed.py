@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import distributed
@@ -42,22 +42,21 @@ from torchweft.engine.threads.interrupts import all_stacks
 from torchweft.engine.threads.reactor import Reactor
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.wire.frames import Buffer, encode_frame
-from torchweft.engine.wire.messages import Kind, decode_call
+from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker import current as current_agent
 from torchweft.engine.worker.agent import Agent, Slot
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
-from torchweft.engine.worker.tensor_messages import LocalMessage
 from torchweft.errors import (
     CallTimeout,
     ConfigurationError,
     NotInitialized,
-    ProtocolError,
     WorkerLost,
 )
 from torchweft.free_threading import shared_count
 from torchweft.ids import WorkerInfo
+from torchweft.rpc.watching import Watcher
 from torchweft.rpc.worker import WORKER, Worker
 
 _MOST_FRAMES = 100
@@ -300,22 +299,10 @@ def served_by(worker: Worker) -> list[ServedCall]:
 
 def function_of(call: ServedCall) -> str:
     """Returns the name of the function of a served call, even if it was not decoded yet."""
-    function, _ = request_of(call)
+    function, _ = Watcher.request_of(call)
     if isinstance(function, bytes):
         return function.decode(errors="replace").replace(":", ".") or "a function sent by value"
     return function_name(function)
-
-
-def request_of(call: ServedCall) -> tuple[bytes | Callable[..., Any], bytes]:
-    """Returns the function that a served call names, and the span that it carries, if any."""
-    if call.frame is None:
-        return call.function, b""
-    try:
-        control = call.frame.control
-        head = control.head if isinstance(control, LocalMessage) else decode_call(control)
-        return head[2], head[3]
-    except ProtocolError:
-        return b"what no worker asks for", b""
 
 
 # Numbers of components

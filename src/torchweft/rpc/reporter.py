@@ -66,7 +66,7 @@ from torchweft.reports import (
     Traffic,
     encode,
 )
-from torchweft.rpc.counting import LEASE_S, METRICS_LEASE_S, Counting, name_of
+from torchweft.rpc.counting import LEASE_S, METRICS_LEASE_S, Counting
 from torchweft.rpc.observed import (
     TELLERS,
     Teller,
@@ -82,6 +82,7 @@ from torchweft.rpc.observed import (
     write_stacks_on_signal,
 )
 from torchweft.rpc.serving import Call, key_of
+from torchweft.rpc.watching import name_of
 from torchweft.rpc.worker import Worker
 
 _LIBRARIES = tuple(

@@ -18,6 +18,7 @@ import weakref
 from asyncio import CancelledError
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,14 +27,12 @@ import torch
 from torchweft import knobs
 from torchweft.autograd.contexts import Contexts, set_current_id
 from torchweft.autograd.engine import Engine
-from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.outside import Arrivals
 from torchweft.engine.codec.exceptions import pack_error, shown
 from torchweft.engine.codec.objects import Packed
 from torchweft.engine.codec.reading import TRUSTING, Reader
 from torchweft.engine.codec.tensors import shared_ranges
 from torchweft.engine.codec.values import no_home
-from torchweft.engine.protocol.backward import Progress
 from torchweft.engine.protocol.calls import AnsweredCall, ServedCall, SlowFunctions, function_name
 from torchweft.engine.protocol.sessions import Outgoing
 from torchweft.engine.threads import device_streams
@@ -43,6 +42,7 @@ from torchweft.engine.threads.thread_modes import THREADS, Modes, take_away, tid
 from torchweft.engine.wire.frames import Frame, encode_frame
 from torchweft.engine.wire.messages import (
     ERROR_REPLY,
+    MAX_SPAN_BYTES,
     NO_CONTEXTS,
     HandedReference,
     Kind,
@@ -60,92 +60,9 @@ from torchweft.engine.worker.tensor_messages import (
     reply_by_tables,
 )
 from torchweft.errors import CallCancelled, CallRefused, NotInitialized, SerializationError
-from torchweft.ids import ReferenceId
 from torchweft.native import native
 from torchweft.rpc.codec import Decoder, Encoder
-
-
-class Watcher:
-    """Is told of the calls and backward passes of a worker, by any thread.
-
-    Does nothing unless a method is overridden. It may keep something with a call in ``call.notes``,
-    under itself.
-    """
-
-    # Calls that this worker makes
-
-    def call_begins(self, call: PendingCall) -> bytes:
-        """Is told of a call before its request is encoded.
-
-        Returns:
-            The context of a span that the call carries; empty for none.
-        """
-        return b""
-
-    def call_ends(self, call: PendingCall) -> None:
-        """Is told of an outcome before those that wait for it go on."""
-
-    def call_fails(self, call: PendingCall, error: BaseException) -> None:
-        """Is told of a call that was not sent, or of an error that was read as its answer."""
-
-    def creation_sent(self, call: PendingCall, reference: ReferenceId) -> None:
-        """Is told of a call that makes a value. Nobody waits for its answer."""
-
-    # Calls that it serves
-
-    def serving_begins(self, call: AnsweredCall) -> None:
-        """Is told of a call whose turn has come, or that is refused."""
-
-    def serving_ends(self, call: AnsweredCall, error: BaseException | None) -> None:
-        """Is told of the outcome of a served call before it is answered."""
-
-    def served(self, call: AnsweredCall, error: BaseException | None) -> None:
-        """Is told of a served call after it was answered."""
-
-    # Backward passes
-
-    def pass_runs(self, context_id: int) -> contextlib.AbstractContextManager[object]:
-        """Returns a block around a pass that this worker leads."""
-        return contextlib.nullcontext()
-
-    def part_runs(
-        self, local: LocalPass, work: Callable[[], tuple[list[Any], Progress]]
-    ) -> tuple[list[Any], Progress]:
-        """Runs ``work``, a step of this worker's part of a pass, and returns its result."""
-        return work()
-
-    def span_before(self, worker: int, pass_id: int, context_id: int) -> bytes:
-        """Returns the context of the span of a pass, to be sent before its next message.
-
-        Args:
-            worker: The life of the worker that gets the message.
-            pass_id: The number of the pass.
-            context_id: Its autograd context.
-
-        Returns:
-            The context, at most ``MAX_SPAN_BYTES``; empty for none, or if the worker has it.
-        """
-        return b""
-
-    def take_span(self, key: tuple[int, int], context: bytes) -> None:
-        """Takes the numbers of a pass and its context, and its span, from another worker."""
-
-
-class Carrier(Watcher):
-    """A watcher by whom calls carry contexts. A worker has one at most."""
-
-    def around(self, call: AnsweredCall, run: Callable[[], Any]) -> Any:
-        """Runs what serves a call, or a part of that, in the context of the call."""
-        return run()
-
-    def run_batch(self, calls: Sequence[Any], function: Any, run: Callable[[], Any]) -> Any:
-        """Runs the function of a batch of calls; returns its result."""
-        return run()
-
-    def context_here(self) -> object:
-        """Returns the context of this thread, for a call of a batched function by it."""
-        return None
-
+from torchweft.rpc.watching import Watcher, tell_messages
 
 _log = logging.getLogger("torchweft")
 
@@ -204,7 +121,7 @@ class Worker:
         self.unseen = UnseenErrors(agent, references, reader.unpack_error, self.pack_error)
         self.watchers: tuple[Watcher, ...] = ()
         """Hear of all calls and backward passes from when they were added."""
-        self.carrier: Carrier | None = None
+        self.carrier: Watcher | None = None
         """The watcher by whom calls carry contexts, if any."""
         self._watchers_lock = threading.Lock()
         agent.receiver.discard = self.discard_reply
@@ -330,10 +247,23 @@ class Worker:
 
     # Watchers
 
-    def watch(self, watcher: Watcher) -> None:
-        """Has a watcher hear of calls and backward passes from now on. Thread-safe."""
+    def watch(self, watcher: Watcher) -> Callable[[], None]:
+        """Has a watcher hear of what this worker does from now on. Thread-safe.
+
+        Returns:
+            A function that ends it; it may be called several times.
+        """
         with self._watchers_lock:
             self._watch((*self.watchers, watcher))
+        if not watcher.hears_messages:
+            return partial(self.unwatch, watcher)
+        end_messages = tell_messages(self.agent, self.tensor_messages, watcher)
+
+        def end() -> None:
+            end_messages()
+            self.unwatch(watcher)
+
+        return end
 
     def unwatch(self, watcher: Watcher) -> None:
         """Has a watcher hear of no further calls; nothing if it does not watch. Thread-safe."""
@@ -342,14 +272,15 @@ class Worker:
 
     def _watch(self, watchers: tuple[Watcher, ...]) -> None:
         self.watchers = self.engine.passes.watchers = watchers
-        self.carrier = next((each for each in watchers if isinstance(each, Carrier)), None)
+        self.carrier = next((each for each in watchers if each.carries_contexts), None)
         self.usual.clear()
 
     def note_call(self, call: PendingCall) -> bytes:
         """Tells the watchers of a call that begins; returns the span context that it carries."""
         call.watchers = watchers = self.watchers
         call.notes = {}
-        return b"".join([each.call_begins(call) for each in watchers])
+        context = b"".join([each.call_begins(call) for each in watchers])
+        return context if len(context) <= MAX_SPAN_BYTES else b""
 
     def note_serving(self, call: AnsweredCall) -> None:
         """Tells the watchers of a served call whose turn has come."""

@@ -14,8 +14,9 @@ from torchweft.engine.wire.messages import ERROR_REPLY, Kind
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.reports import percentile
 from torchweft.rpc import counting
-from torchweft.rpc.counting import OTHERS, Names, Tally, key_of, name_of
+from torchweft.rpc.counting import OTHERS, Tally
 from torchweft.rpc.functions import batched
+from torchweft.rpc.watching import Names, key_of, name_of
 
 
 def work() -> None: ...

@@ -9,17 +9,10 @@ from __future__ import annotations
 import time
 from _thread import get_ident
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchweft.extending import (
-    AnsweredCall,
-    CalledNames,
-    MessageNote,
-    MessageWatcher,
-    PassPart,
-    PendingCall,
-)
+from torchweft.extending import IncomingCall, OutgoingCall, Watcher
 from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId
 from torchweft.observe.tracing.reading import BACKWARD, FETCH
@@ -71,7 +64,7 @@ class Rows:
 _clock: Callable[[], float] = time.monotonic
 
 
-class TracingWatcher(MessageWatcher):
+class TracingWatcher(Watcher):
     """Notes the calls, messages, tensors and parts of backward passes of one worker.
 
     A row is noted before its message is written: when the answer to a message has come, the row
@@ -79,31 +72,31 @@ class TracingWatcher(MessageWatcher):
 
     Args:
         rows: Takes the notes.
-        names: The names of the called functions.
     """
 
-    def __init__(self, rows: Rows, names: CalledNames) -> None:
-        self._rows = rows
-        self._names = names
+    hears_messages = True
 
-    def call_begins(self, call: PendingCall) -> bytes:
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def call_begins(self, call: OutgoingCall) -> bytes:
         """Keeps which thread makes a call."""
         call.notes[self] = get_ident()
         return b""
 
-    def creation_sent(self, call: PendingCall, reference: ReferenceId) -> None:
+    def creation_sent(self, call: OutgoingCall, reference: ReferenceId) -> None:
         """Notes a call that makes a value."""
-        name = self._names.name_of(call.function)
+        name = self.names.name_of(call.function)
         self._rows.note(CREATED, _clock(), get_ident(), reference.owner, reference.number, name)
 
-    def call_ends(self, call: PendingCall) -> None:
+    def call_ends(self, call: OutgoingCall) -> None:
         """Notes a call at its caller."""
         function: Any = call.function
         parent = call.parent
         try:
-            name = self._names.by_key[id(function.__code__)]
+            name = self.names.by_key[id(function.__code__)]
         except (AttributeError, KeyError):
-            name = self._names.name_of(function)
+            name = self.names.name_of(function)
         self._rows.note(
             MADE,
             call.started_s,
@@ -118,20 +111,20 @@ class TracingWatcher(MessageWatcher):
             call.has_failed,
         )
 
-    def serving_begins(self, call: AnsweredCall) -> None:
+    def serving_begins(self, call: IncomingCall) -> None:
         """Keeps when and where the turn of a call has come."""
         call.notes[self] = _Serving(_clock(), get_ident())
 
-    def serving_ends(self, call: AnsweredCall, error: BaseException | None) -> None:
+    def serving_ends(self, call: IncomingCall, error: BaseException | None) -> None:
         """Notes a served call before its caller goes on."""
         serving = self._serving(call)
         if serving is None or call.has_ended:
             return
         function: Any = call.function
         try:
-            name = self._names.by_key[function]
+            name = self.names.by_key[function]
         except (TypeError, KeyError):
-            name = self._names.name_of(function)
+            name = self.names.name_of(function)
         made = getattr(call, "reference", None)
         serving.row = self._rows.note(
             SERVED,
@@ -148,21 +141,24 @@ class TracingWatcher(MessageWatcher):
             error is not None,
         )
 
-    def served(self, call: AnsweredCall, error: BaseException | None) -> None:
+    def served(self, call: IncomingCall, error: BaseException | None) -> None:
         """Notes when a call was answered."""
         serving = self._serving(call)
         if serving is not None and serving.row is not None:
             self._rows.note_end(serving.row, _clock())
 
-    def _serving(self, call: AnsweredCall) -> _Serving | None:
+    def _serving(self, call: IncomingCall) -> _Serving | None:
         notes: dict[Any, _Serving] = getattr(call, "notes", {})
         return notes.get(self)
 
     def part_runs(
-        self, part: PassPart, work: Callable[[], tuple[list[Any], Any]]
+        self,
+        key: tuple[int, int],
+        operations: Callable[[], dict[str, int]],
+        work: Callable[[], tuple[list[Any], Any]],
     ) -> tuple[list[Any], Any]:
         """Notes a step of a part of a pass, with the names of its operations."""
-        names = part.operations_due()
+        names = operations()
         began_s = _clock()
         outgoing, progress = work()
         if progress.executed or outgoing:
@@ -172,7 +168,7 @@ class TracingWatcher(MessageWatcher):
                 ("messages", tuple(progress.executed)),
                 ("answered", tuple(progress.answered)),
             )
-            name, context_id = next(iter(names), "leaves"), part.context_id
+            name, context_id = next(iter(names), "leaves"), key[1]
             self.ran(began_s, ended_s, BACKWARD, name, context_id, details)
         return outgoing, progress
 
@@ -190,7 +186,7 @@ class TracingWatcher(MessageWatcher):
 
     # Messages, and tensors that go over other channels
 
-    def sending(self, worker: int, notes: list[MessageNote]) -> list[int]:
+    def sending(self, worker: int, notes: Sequence[Row]) -> list[int]:
         """Notes messages that are about to be written; returns their rows."""
         take, now_s, thread = self._rows.note, _clock(), get_ident()
         return [take(SENT, now_s, thread, worker, *note) for note in notes]
@@ -201,7 +197,7 @@ class TracingWatcher(MessageWatcher):
         for row in noted:
             self._rows.note_end(row, now_s)
 
-    def received(self, worker: int, note: MessageNote) -> None:
+    def received(self, worker: int, note: Row) -> None:
         """Notes a message that was received."""
         self._rows.note(RECEIVED, _clock(), get_ident(), worker, *note)
 

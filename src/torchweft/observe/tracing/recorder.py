@@ -30,7 +30,6 @@ from torch.optim.optimizer import (
 
 from torchweft.errors import ConfigurationError, ObserveError, WorkerLost
 from torchweft.extending import (
-    CalledNames,
     PerWorker,
     caller,
     check_types,
@@ -167,7 +166,7 @@ class Recording:
         self._rows = Rows(limit)
         self._own_calls: list[tuple[int, int]] = []
         self._profile = Profile() if profiles else None
-        watcher = TracingWatcher(self._rows, CalledNames())
+        watcher = TracingWatcher(self._rows)
         self._ends = [*_note_steps(watcher), watch(watcher)]
 
     def leave_out(self, call: Any) -> None:

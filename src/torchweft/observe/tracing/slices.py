@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchweft.extending import Message, message_in
+from torchweft.extending import Message
 from torchweft.observe.tracing.notes import (
     CREATED,
     MADE,
@@ -124,7 +124,7 @@ class Slicer:
         for _, *which, channels in self._rows[OFFERED]:
             offered[tuple(which)].append(channels)
         for row, began_s, thread, peer, *note in self._rows[SENT]:
-            found = message_in(tuple(note))
+            found = Message.noted(note)
             inside = {"inline": found.inline_bytes, "stream": found.stream_bytes}
             channels = {name: count for name, count in inside.items() if count}
             waiting = offered.get((peer, found.kind, found.number))
@@ -136,9 +136,8 @@ class Slicer:
 
     def _received(self) -> Iterator[Slice]:
         for _, at_s, thread, peer, *note in self._rows[RECEIVED]:
-            yield from self._message(
-                RECEIVE, thread, (at_s, at_s), peer, message_in(tuple(note)), {}
-            )
+            found = Message.noted(note)
+            yield from self._message(RECEIVE, thread, (at_s, at_s), peer, found, {})
 
     def _message(
         self,

@@ -21,7 +21,6 @@ from torchweft.engine.wire.messages import (
 )
 from torchweft.observe.tracing.notes import Rows, TracingWatcher
 from torchweft.observe.tracing.slices import Slicer
-from torchweft.rpc.counting import Names
 from torchweft.rpc.watching import Message, _Tap
 
 SECRET = b"the values of the program"
@@ -100,7 +99,7 @@ def traced() -> tuple[FakeLink, Rows]:
 
 
 def tap(rows: Rows) -> Any:
-    return _Tap(TracingWatcher(rows, Names()), 4)
+    return _Tap(TracingWatcher(rows), 4)
 
 
 def messages(rows: Rows) -> list[Any]:

@@ -17,8 +17,8 @@ from torchweft.engine.wire.messages import ERROR_REPLY, Kind
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.ids import ReferenceId
 from torchweft.observe.tracing.notes import CREATED, MADE, SERVED, Rows, TracingWatcher
-from torchweft.rpc.counting import Names
 from torchweft.rpc.serving import Call
+from torchweft.rpc.watching import Names
 
 REQUEST = Frame(Kind.CALL, 0, 7, b"", ())
 ARRIVED_S = time.monotonic()
@@ -51,7 +51,7 @@ class Answers:
 class Noting:
     def __init__(self, limit: int = 100) -> None:
         self.rows = Rows(limit)
-        self.watcher = TracingWatcher(self.rows, Names())
+        self.watcher = TracingWatcher(self.rows)
 
     def noted(self) -> list[Any]:
         return [row[1:] for row in self.rows.end()[0]]
