@@ -32,7 +32,7 @@ from torchweft.engine.codec.functions import describe as function_name
 from torchweft.engine.codec.functions import name_of
 from torchweft.engine.codec.objects import Packed
 from torchweft.engine.codec.reducers import has_memory
-from torchweft.engine.codec.registry import remotely_callable, remotely_callable_unless_strict
+from torchweft.engine.codec.registry import remotely_callable
 from torchweft.engine.io.secure import TlsOptions
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark as DeviceMark
@@ -72,7 +72,6 @@ from torchweft.rpc.serving import (
     check_caller,
     check_types,
     owned,
-    refuse,
     serves_another_strictly,
 )
 from torchweft.rpc.watching import IncomingCall, Message, OutgoingCall, Watcher
@@ -99,7 +98,6 @@ __all__ = [
     "acquire",
     "backward_into_grad",
     "caller",
-    "check_accepts",
     "check_called",
     "check_caller",
     "check_types",
@@ -127,9 +125,7 @@ __all__ = [
     "present_workers",
     "rebuilds_plain",
     "recompute_after_loss",
-    "refuse",
     "remotely_callable",
-    "remotely_callable_unless_strict",
     "route_to",
     "run_in_background",
     "run_on_owners",
@@ -329,20 +325,6 @@ def caller() -> Member:
     function starts serve no call.
     """
     return serving.caller()
-
-
-def check_accepts(function: Callable[..., Any]) -> None:
-    """Checks that this worker runs a function of a module if another worker calls it.
-
-    A component uses it where others would fail later, and perhaps unseen, because this worker is
-    strict and the program has not registered the function.
-
-    Raises:
-        NotAllowed: This worker refuses calls of it; names the option that admits it.
-    """
-    name = name_of(function, main_by_name=True)
-    if name is not None:
-        current_worker().reader.resolve(name)
 
 
 def served_call() -> object:

@@ -111,9 +111,9 @@ def test_the_caller(world: World) -> None:
 
 
 def test_a_strict_worker_accepts_what_is_registered(world: World) -> None:
-    extending.check_accepts(registered)
+    extending.check_called(registered)
     with pytest.raises(NotAllowed, match="not_registered"):
-        extending.check_accepts(not_registered)
+        extending.check_called(not_registered)
 
 
 def test_marks_where_there_is_no_gpu() -> None:

@@ -74,12 +74,13 @@ class Shared:
             The function and its result.
         """
         function, values = extending.unpack(self.packed)
-        extending.check_called(function)
         check_types(values=(values, list))
         # By name: a function by value is another one for each part.
         extending.name_served_call(original(function))
         if extending.caller().is_self:  # Its tensors went by reference.
             args, kwargs = _copy((args, kwargs))
+        else:
+            extending.check_called(function)
         args, kwargs = _filled((args, kwargs), values)
         if isinstance(args, Tensor):
             # One of few bytes may have any number of rows.

@@ -22,14 +22,14 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from torchweft.errors import CallTimeout, ProtocolError
+from torchweft.errors import CallTimeout, NotAllowed, ProtocolError
 from torchweft.extending import (
     Route,
     check_types,
     find_devices,
     remotely_callable,
-    remotely_callable_unless_strict,
     route_to,
+    serves_another_strictly,
     this_worker,
 )
 from torchweft.native import native, reason
@@ -202,15 +202,28 @@ def _timed(function: Callable[[], object]) -> float:
 # What members call
 
 
-@remotely_callable_unless_strict
+def _check_open() -> None:
+    """Raises NotAllowed if another worker asks a strict one."""
+    if serves_another_strictly():
+        name, what = this_worker().name, "examine its host"
+        raise NotAllowed(
+            f"worker {name!r} is strict and does not {what} for others: that reads files",
+            worker=name,
+            refused=what,
+        )
+
+
+@remotely_callable
 def tell_host() -> bytes:
     """Returns the facts of this worker, as JSON; reads files of its host."""
+    _check_open()
     return encode(gather())
 
 
-@remotely_callable_unless_strict
+@remotely_callable
 def tell_pair(callee: str, timeout: float) -> bytes:
     """Measures towards another worker thoroughly; returns the facts as JSON."""
+    _check_open()
     check_types(callee=(callee, str), timeout=(timeout, (int, float)))
     return encode(measure(callee, THOROUGH._replace(timeout_s=timeout)))
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweft.extending import check_types, rebuilds_plain, refuse, serves_another_strictly
+from torchweft.errors import NotAllowed
+from torchweft.extending import check_types, rebuilds_plain, serves_another_strictly
 from torchweft.rl.agent import FollowingPolicy
 from torchweft.rl.environments import (
     Array,
@@ -30,7 +31,7 @@ from torchweft.rl.environments import (
 from torchweft.rl.errors import WrongActions, WrongObservations
 from torchweft.rl.policies import DECISIONS, NUMBER, STARTS, Decision, Policy
 from torchweft.rl.trajectories import Collected, Episode, Trajectory
-from torchweft.rpc import RRef, expose
+from torchweft.rpc import RRef, expose, get_worker_info
 
 
 @rebuilds_plain
@@ -147,7 +148,13 @@ class Observer:
 
 def _check_made(make: Any) -> None:
     if isinstance(make, str) and ":" in make and serves_another_strictly():
-        refuse(f"make {make!r}", "gymnasium would import the module; register a function instead")
+        name, what = get_worker_info().name, f"make {make!r}"
+        raise NotAllowed(
+            f"worker {name!r} is strict and does not {what}: gymnasium would import the module; "
+            "register a function instead",
+            worker=name,
+            refused=what,
+        )
 
 
 class _Half:

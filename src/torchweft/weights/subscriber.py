@@ -19,7 +19,7 @@ from torchweft import memory
 from torchweft.arguments import wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
-from torchweft.extending import check_accepts, ignore_errors, run_in_background, this_worker
+from torchweft.extending import check_called, ignore_errors, run_in_background, this_worker
 from torchweft.rpc import Future, RRef, on_worker_lost
 from torchweft.weights import delta
 from torchweft.weights.delta import DeltaError
@@ -143,7 +143,7 @@ class Subscriber(Closing):
         reference = RRef(publisher) if isinstance(publisher, Publisher) else publisher
         if not reference.is_owner():
             # A publisher forgets a subscriber whose worker refuses to be told of versions.
-            check_accepts(announce)
+            check_called(announce)
         calls = reference.rpc_sync(timeout=self._timeout_s)
         # Before the call: an announcement may outrun its answer.
         self._asked = reference.id.owner

@@ -296,6 +296,8 @@ class Grammar:
             "recorder:take": lambda: (chance.randrange(3),),
             "ending:failed": lambda: ("a cause",),
             "examining:read_time": lambda: (),
+            "examining:tell_host": lambda: (),
+            "examining:tell_pair": lambda: ("sender", 1.0),
             "examining:weigh": lambda: (rows,),
             "owner:apply": lambda: (module, self._function()),
             "owner:convert": lambda: (module, self._function(), chance.random() < 0.5),

@@ -46,6 +46,7 @@ from torchweft.engine.codec import (
 from torchweft.engine.codec.functions import (
     describe,
     import_module,
+    name_of,
     resolve,
     text_of,
     unknown,
@@ -79,7 +80,7 @@ class Reader:
     unpack_error: Callable[[Any], BaseException] = staticmethod(exceptions.unpack_error)
 
     def check_called(self, function: Any) -> None:
-        """Raises NotAllowed if a function that a message contains may not be called."""
+        """Raises NotAllowed if another worker may not call a function of this worker."""
 
 
 TRUSTING = Reader()
@@ -314,6 +315,12 @@ class AllowList(_Restricted):
         return self._found(*self._locate(text), text)
 
     resolve_value = resolve
+
+    def check_called(self, function: Any) -> None:
+        """Raises NotAllowed if another worker may not call a function of this worker."""
+        name = name_of(function, main_by_name=True)
+        if name is not None:
+            self.resolve(name)
 
     def find_global(self, module: str, path: str) -> Any:
         """Returns the object that a global in a pickle, or in the record of an error, names.
@@ -606,7 +613,7 @@ class StrictNames(_Restricted):
         return self.resolve_value(f"{without_alias(module)}:{path}".encode())
 
     def check_called(self, function: Any) -> None:
-        """Raises NotAllowed if a function that a message contains may not be called."""
+        """Raises NotAllowed if another worker may not call a function of this worker."""
         if not (self._own.has(function) or registry.registered.has(function)):
             self._refuse_name(describe(function).encode(errors="backslashreplace"))
 

@@ -101,7 +101,6 @@ their arguments: types, that functions are registered, and that objects were mad
 remotely_callable_unless_strict = Mark(
     "torchweft.compat.rpc.api",
     "torchweft.compat.rpc.references",
-    "torchweft.observe.examining",
 )
 """Workers of Weft call these functions on one another; a strict worker refuses them."""
 

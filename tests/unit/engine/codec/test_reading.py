@@ -61,7 +61,7 @@ def test_a_worker_without_restrictions_reads_in_the_shortest_way() -> None:
 def test_a_reader_with_restrictions_replaces_all_that_trusts() -> None:
     trusting = {name for name in vars(Reader) if not name.startswith("__")}
     # What is made without pickle runs no code of a program, and gets classes by the reader's rules.
-    of_allow_list = {"is_strict", "check_called", "make"}
+    of_allow_list = {"is_strict", "make"}
     for reader, inherited in ((ALLOWING, of_allow_list), (STRICT, set())):
         own = {name for kind in type(reader).__mro__[:2] for name in vars(kind)}
         assert trusting - own == inherited
