@@ -22,22 +22,15 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchweft.arguments import UNSET_RPC_TIMEOUT
-from torchweft.autograd.component import accumulate
-from torchweft.autograd.contexts import Context as AutogradContext
 from torchweft.autograd.contexts import current_id as context_id_here
-from torchweft.autograd.contexts import enter as in_context
-from torchweft.autograd.replay import backward_into_grad, recompute_after_loss
 from torchweft.engine.codec import objects, registry
 from torchweft.engine.codec.functions import describe as function_name
-from torchweft.engine.codec.functions import name_of
 from torchweft.engine.codec.objects import Packed
-from torchweft.engine.codec.reducers import has_memory
 from torchweft.engine.codec.registry import remotely_callable
 from torchweft.engine.io.secure import TlsOptions
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark as DeviceMark
 from torchweft.engine.threads.device_streams import ServedStreams
-from torchweft.engine.threads.interrupts import acquire
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.threads.thread_modes import THREADS
 from torchweft.engine.worker import current as of_process
@@ -51,7 +44,7 @@ from torchweft.ids import WorkerInfo
 from torchweft.optim.distributed import Failure, run_on_owners
 from torchweft.reports import Report, Wait
 from torchweft.rpc import serving
-from torchweft.rpc.calls import Future, OrderedFuture, ignore_errors, open_calls, start
+from torchweft.rpc.calls import Future, ignore_errors, open_calls, start
 from torchweft.rpc.joining import leave_failed
 from torchweft.rpc.node import current_node
 from torchweft.rpc.observed import (
@@ -62,11 +55,10 @@ from torchweft.rpc.observed import (
     route_to,
 )
 from torchweft.rpc.observed import tell as tell_numbers
-from torchweft.rpc.options import Placement, find_placement
+from torchweft.rpc.options import find_placement
 from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.reporter import REPORTER
 from torchweft.rpc.serving import (
-    ASYNC_MARK,
     WhenReady,
     check_called,
     check_caller,
@@ -79,24 +71,18 @@ from torchweft.rpc.worker import WORKER, current_worker
 from torchweft.secret import Secret
 
 __all__ = [
-    "AutogradContext",
     "DeviceMark",
     "Devices",
     "Failure",
     "IncomingCall",
     "Member",
     "Message",
-    "OrderedFuture",
     "OutgoingCall",
     "Packed",
     "PerWorker",
-    "Placement",
     "Route",
     "ServedStreams",
     "Watcher",
-    "accumulate",
-    "acquire",
-    "backward_into_grad",
     "caller",
     "check_called",
     "check_caller",
@@ -106,11 +92,7 @@ __all__ = [
     "find_devices",
     "find_worker",
     "function_name",
-    "has_memory",
     "ignore_errors",
-    "in_context",
-    "is_async_execution",
-    "is_named",
     "is_open_group",
     "is_worker",
     "launched_place",
@@ -124,7 +106,6 @@ __all__ = [
     "ports",
     "present_workers",
     "rebuilds_plain",
-    "recompute_after_loss",
     "remotely_callable",
     "route_to",
     "run_in_background",
@@ -235,16 +216,20 @@ def tell_losses(listener: T, tell: Callable[[T, WorkerLost], object]) -> None:
     weakref.finalize(listener, on_worker_lost(call)).atexit = False
 
 
-def launched_place() -> Placement:
+def launched_place() -> tuple[int | None, int | None, int | None, int | None]:
     """Returns the place that the launcher gave this process, which may be no worker yet.
 
-    It is where ``init_rpc`` without arguments would put this process: the rank, the numbers of
-    workers in the group and on this host. What the launcher has not told is None.
+    It is where ``init_rpc`` without arguments would put this process.
+
+    Returns:
+        The rank, the number of workers in the group, the rank among the workers of this host, and
+        their number; None for what the launcher has not told.
 
     Raises:
         ConfigurationError: Environment variables contradict each other, or cannot be read.
     """
-    return find_placement(os.environ)
+    place = find_placement(os.environ)
+    return place.rank, place.world_size, place.local_rank, place.local_world_size
 
 
 def is_open_group() -> bool:
@@ -403,16 +388,6 @@ def rebuilds_plain(kind: T) -> T:
 
 
 # Calls that carry the name of what they run, and values that are packed once
-
-
-def is_named(function: Callable[..., Any]) -> bool:
-    """Returns whether a function travels by its name: other workers have it. Else it is sent."""
-    return name_of(function, main_by_name=True) is not None
-
-
-def is_async_execution(function: Callable[..., Any]) -> bool:
-    """Returns whether ``rpc.functions.async_execution`` has marked a function."""
-    return hasattr(function, ASYNC_MARK)
 
 
 def start_call(

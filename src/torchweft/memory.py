@@ -42,11 +42,23 @@ from torchweft import knobs
 from torchweft.engine.channels.device_copies import HostCopies, PageLock, PageLocks, Staging
 from torchweft.engine.channels.memory import advise_huge_pages
 from torchweft.engine.channels.shm import SharedMemory, why_no_pool
+from torchweft.engine.codec.reducers import has_memory
 from torchweft.engine.codec.tensors import flatten
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.current import current
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import WorkerInfo
+
+__all__ = [
+    "DeviceCopies",
+    "has_memory",
+    "is_shared_with",
+    "pin",
+    "pooled_empty",
+    "prefer_huge_pages",
+    "share",
+    "shared_empty",
+]
 
 
 def shared_empty(*size: int, dtype: torch.dtype | None = None, pin_memory: bool = False) -> Tensor:

@@ -47,6 +47,7 @@ def direct(event, thread, process, store, lock, jobs):
     process.communicate()
     store.wait(["key"])
     lock.acquire(timeout=3)
+    taken.extend(map(lock.acquire, (True,), (3,)))
     jobs.get()
     jobs.get(timeout=3)
 
@@ -80,7 +81,7 @@ def test_waits_are_found_and_other_calls_are_not() -> None:
         ("direct", "wait"): 2,
         ("direct", "join"): 1,
         ("direct", "communicate"): 1,
-        ("direct", "acquire"): 1,
+        ("direct", "acquire"): 2,
         ("direct", "get"): 2,
         ("Holder.method.inner", "sleep"): 1,
         ("Holder.method", "subprocess.run"): 1,

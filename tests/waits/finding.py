@@ -61,6 +61,8 @@ def _wait_of(call: ast.Call) -> str:
     """Returns the name of a call that may block, or nothing."""
     function = call.func
     if isinstance(function, ast.Name):
+        if function.id == "map":  # So that Ctrl-C does not come between a lock and a note of it.
+            return "acquire" if _last_name(call.args[0]) == "acquire" else ""
         # ``acquire`` of ``runtime.interrupts`` is a function.
         is_wait = function.id in FUNCTIONS or function.id == "acquire"
         return function.id if is_wait and not _does_not_block(function.id, call) else ""

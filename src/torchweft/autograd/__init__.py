@@ -8,15 +8,28 @@ from typing import Literal, overload
 from torch import Tensor
 
 from torchweft.autograd.codec import PassMode
+from torchweft.autograd.component import accumulate
 from torchweft.autograd.contexts import current_id, set_current_id
+from torchweft.autograd.contexts import enter as in_context
 from torchweft.autograd.engine import OpenContext, current_engine
 from torchweft.autograd.graph import all_used, check_context_id, checked_inputs, roots_of
 from torchweft.autograd.refusals import check_inside
-from torchweft.autograd.replay import Replay
+from torchweft.autograd.replay import Replay, backward_into_grad, recompute_after_loss
 from torchweft.engine.codec.tracebacks import shorten, without_own_frames
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 
-__all__ = ["backward", "context", "current_context_id", "get_gradients", "grad", "is_available"]
+__all__ = [
+    "accumulate",
+    "backward",
+    "backward_into_grad",
+    "context",
+    "current_context_id",
+    "get_gradients",
+    "grad",
+    "in_context",
+    "is_available",
+    "recompute_after_loss",
+]
 
 
 class context:

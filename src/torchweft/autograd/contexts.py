@@ -789,9 +789,12 @@ set_current_id: Callable[[int], object] = _current.set
 
 
 class enter:
-    """Makes this thread or task record into a context within a ``with`` block; 0 for none.
+    """Makes this thread or task record into a context within a ``with`` block.
 
-    The context stays open afterwards: it is of the one that opened it.
+    The block does not end the context: its opener does.
+
+    Args:
+        context_id: The number of an open context; 0 for none.
     """
 
     def __init__(self, context_id: int) -> None:

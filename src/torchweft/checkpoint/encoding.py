@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from torchweft.checkpoint.kinds import MAPPINGS, MODULE, PARAMETER, SEQUENCES, Content
 from torchweft.errors import ArgumentTypeError
-from torchweft.extending import has_memory
-from torchweft.memory import DeviceCopies
+from torchweft.memory import DeviceCopies, has_memory
 
 FILE_TYPES: Final = {
     torch.float64: "F64",

@@ -22,7 +22,6 @@ from torchweft.checkpoint.parts import Options, OwnedState, Places
 from torchweft.checkpoint.snapshots import Manifest, read_manifest
 from torchweft.errors import CheckpointError, NotInitialized
 from torchweft.extending import (
-    OrderedFuture,
     caller,
     check_types,
     run_on_owners,
@@ -30,7 +29,7 @@ from torchweft.extending import (
     this_worker,
 )
 from torchweft.optim import DistributedOptimizer
-from torchweft.rpc import RRef, functions, rpc_sync
+from torchweft.rpc import OrderedFuture, RRef, functions, rpc_sync
 
 T = TypeVar("T")
 GIVE_UP_S = 5.0

@@ -41,7 +41,6 @@ from torchweft.errors import (
 from torchweft.extending import (
     Failure,
     PerWorker,
-    acquire,
     run_on_owners,
     this_worker,
     worker_of,
@@ -434,7 +433,9 @@ def _begin(
     turn = _TURNS.get().setdefault(absolute, threading.Lock())
     is_mine: list[bool] = []
     try:
-        if not acquire(turn, is_mine, timeout_s=deadline.left_s() or -1):
+        # In one step: an interrupt in between would leave a lock taken of which nothing knows.
+        is_mine.extend(map(turn.acquire, (True,), (deadline.left_s() or -1,)))
+        if not any(is_mine):
             raise CallTimeout(
                 f"an earlier snapshot is still being written to {absolute} after "
                 f"{deadline.timeout_s:.1f} s; save less often, or pass a longer timeout",

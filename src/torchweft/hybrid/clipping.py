@@ -22,7 +22,6 @@ from torchweft.embedding.server import host_of
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 from torchweft.extending import (
     DeviceMark,
-    OrderedFuture,
     PerWorker,
     check_caller,
     check_types,
@@ -30,7 +29,7 @@ from torchweft.extending import (
     use_after,
 )
 from torchweft.optim.clipping import norm, norm_of
-from torchweft.rpc import functions, get_worker_info, on_worker_lost, rpc_async
+from torchweft.rpc import OrderedFuture, functions, get_worker_info, on_worker_lost, rpc_async
 
 Key = tuple[str, str, int]
 """Name of the tables, a token of this run, and how many norms were measured before."""

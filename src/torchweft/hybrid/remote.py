@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchweft.arguments import kind_of
-from torchweft.autograd import get_gradients
+from torchweft.autograd import get_gradients, in_context
 from torchweft.errors import ArgumentTypeError
-from torchweft.extending import in_context
 from torchweft.hybrid.trainers import Trainers
 from torchweft.nn import RemoteModule, local_modules
 from torchweft.optim import DistributedOptimizer

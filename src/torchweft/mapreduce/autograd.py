@@ -12,10 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from torchweft import extending
-from torchweft.autograd import context, current_context_id, get_gradients, is_available
+from torchweft.autograd import (
+    backward_into_grad,
+    context,
+    current_context_id,
+    get_gradients,
+    is_available,
+)
 from torchweft.autograd import grad as gradients_of
-from torchweft.extending import AutogradContext as DistAutogradContext
 
 __all__ = [
     "DistAutogradContext",
@@ -27,6 +31,8 @@ __all__ = [
     "is_available",
 ]
 
+DistAutogradContext = context
+"""The name that ``torchopt.distributed`` has for it."""
 Gradient = Tensor | Sequence[Tensor | None] | None
 
 
@@ -65,7 +71,7 @@ def backward(
             operation. ``.grad`` is unchanged.
     """
     grad_tensors, retain_graph = _in_order(grad_tensors, retain_graph)
-    extending.backward_into_grad(
+    backward_into_grad(
         context_id,
         _listed(tensors),
         _listed(grad_tensors),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchweft import extending
 from torchweft.mapreduce import trees
+from torchweft.rpc import functions
 
 _WANTED = "torchweft buffers"
 """The keyword argument, which no function can have, of the part that returns its buffers."""
@@ -51,7 +52,7 @@ class Buffers:
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._modules = _modules_in(function, args, kwargs)
         self.are_any = any(True for module in self._modules for _ in module.buffers())
-        if self.are_any and extending.is_async_execution(function):
+        if self.are_any and functions.is_async_execution(function):
             self.are_any = False
             if any(module.training for module in self._modules):
                 name = extending.function_name(function)

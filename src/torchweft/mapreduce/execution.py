@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from torchweft import extending, rpc
+from torchweft.autograd import in_context, recompute_after_loss
 from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
-from torchweft.extending import DeviceMark, Member, OrderedFuture
+from torchweft.extending import DeviceMark, Member
 from torchweft.free_threading import shared_count
 from torchweft.mapreduce import observers, shared, trees
 from torchweft.mapreduce.buffers import Changed, Outcome
@@ -50,7 +51,7 @@ from torchweft.mapreduce.schedule import (
     Start,
 )
 from torchweft.mapreduce.shared import Shared
-from torchweft.rpc import Future, RRef
+from torchweft.rpc import Future, OrderedFuture, RRef
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]
 """Called with the results in the order of the parts, or with an error."""
@@ -463,7 +464,7 @@ def run_map(plan: Plan, reducer: Reducer | None) -> MapFuture[Any]:
         plan.buffers.update(execution.changed)
         tensors = _differentiable(results) if plan.context_id else []
         if tensors:
-            extending.recompute_after_loss(tensors, partial(_run_again, plan))
+            recompute_after_loss(tensors, partial(_run_again, plan))
         if reducer is None:
             return list(results)
         extending.may_take_long()
@@ -474,7 +475,7 @@ def run_map(plan: Plan, reducer: Reducer | None) -> MapFuture[Any]:
 
 def _run_again(plan: Plan) -> list[Tensor]:
     """Runs all parts again on the remaining workers, in the same autograd context. Blocks."""
-    with extending.in_context(plan.context_id), torch.enable_grad():
+    with in_context(plan.context_id), torch.enable_grad():
         future = _run(plan, lambda _, results: results)
     try:
         return _differentiable(future.wait())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
@@ -25,7 +26,7 @@ from torchweft.mapreduce import trees
 from torchweft.mapreduce.buffers import Buffers
 from torchweft.mapreduce.partitioners import Cut, Error, with_note
 from torchweft.mapreduce.shared import Slot
-from torchweft.rpc import RRef
+from torchweft.rpc import RRef, functions
 
 _FOR_LEAVES = ("can't optimize a non-leaf Tensor", "Only Tensors created explicitly by the user")
 """The errors of torch where an optimizer, or a deep copy, is given a tensor that has a graph."""
@@ -87,9 +88,8 @@ class Plan:
         self.manner = manner
         self.may_rerun = cut.is_any if manner.rerun is None else manner.rerun
         self.fan_out = max(knobs.FAN_OUT.get(), 1)
-        self.is_async = extending.is_async_execution(function) or inspect.iscoroutinefunction(
-            function
-        )
+        is_marked = functions.is_async_execution(function)
+        self.is_async = is_marked or inspect.iscoroutinefunction(function)
         self.context_id = _recording_context()
         self.arguments = [(part[1], part[2]) for part in cut.parts]
         self.buffers = Buffers(function, *(self.arguments[0] if self.arguments else ((), {})))
@@ -115,7 +115,7 @@ class Plan:
             are_in_turn: Whether some workers run several parts, and can keep a part sent ahead.
         """
         common = find_common(self.arguments)
-        if extending.is_named(self.function) and not common.values and not are_in_turn:
+        if _is_named(self.function) and not common.values and not are_in_turn:
             return
         members = self.members.values()
         try:
@@ -268,5 +268,15 @@ def may_have_graph(result: Any) -> bool:
 
 def _is_atom(leaf: Any) -> bool:
     if isinstance(leaf, _FUNCTIONS):
-        return extending.is_named(leaf)
+        return _is_named(leaf)
     return isinstance(leaf, _ATOMS)
+
+
+def _is_named(function: Callable[..., Any]) -> bool:
+    """Whether a function travels by its name, as its module has it; else it is sent itself."""
+    module = getattr(function, "__module__", None)  # Functions of torch written in C have none.
+    found: Any = torch if module is None else sys.modules.get(module)
+    path: str = getattr(function, "__name__" if module is None else "__qualname__", "")
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found is function

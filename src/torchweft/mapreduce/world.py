@@ -104,9 +104,9 @@ def get_world_info() -> WorldInfo:
         return _launched_place()
     me, members = extending.this_worker(), extending.present_workers()
     rank, size = me.info.id, len(members)
-    place = extending.launched_place()
+    launched_rank, launched_size, local_rank, _ = extending.launched_place()
     # A launcher knows best which worker is on which host, if it has started this group.
-    if (place.rank, place.world_size) == (rank, size) and place.local_rank is not None:
+    if (launched_rank, launched_size) == (rank, size) and local_rank is not None:
         return _launched_place()
     here = [member.info.id for member in members if member.host == me.host]
     return WorldInfo(rank, size, here.index(rank), len(here))
@@ -155,10 +155,8 @@ def get_worker_id(id: str | int | WorkerInfo | None = None) -> int:
 
 def _launched_place() -> WorldInfo:
     """Returns the place that the launcher gave this process; by default, it is alone."""
-    place = extending.launched_place()
-    return WorldInfo(
-        place.rank or 0, place.world_size or 1, place.local_rank or 0, place.local_world_size or 1
-    )
+    rank, size, local_rank, local_size = extending.launched_place()
+    return WorldInfo(rank or 0, size or 1, local_rank or 0, local_size or 1)
 
 
 def _launched_name() -> str | None:
@@ -387,16 +385,16 @@ def _join(worker_name_format: NameFormat, backend: Any, options: Options | None)
 
 def _check_launched() -> None:
     """Raises ConfigurationError if this is one of several workers, but rank or size is unknown."""
-    place = extending.launched_place()
-    if place.world_size is None and "WEFT_INIT_METHOD" in os.environ:
+    rank, size, *_ = extending.launched_place()
+    if size is None and "WEFT_INIT_METHOD" in os.environ:
         raise ConfigurationError(
             "auto_init_rpc needs to know how many workers there are, which 'torchweft run "
             "--restart worker' does not say, as they come and go; use '--restart group', or "
             "torchweft.init_rpc()"
         )
     for found, value, lacking, other, least in (
-        ("RANK", place.rank, "WORLD_SIZE", place.world_size, 0),
-        ("WORLD_SIZE", place.world_size, "RANK", place.rank, 1),
+        ("RANK", rank, "WORLD_SIZE", size, 0),
+        ("WORLD_SIZE", size, "RANK", rank, 1),
     ):
         if other is None and (value or 0) > least:
             raise ConfigurationError(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchweft import optim
 from torchweft.arguments import kind_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.extending import OrderedFuture, device_mark, served_call
+from torchweft.extending import device_mark, served_call
 from torchweft.optim import states
 from torchweft.optim.clipping import norm, on_host
 from torchweft.optim.states import Options, copied_options
@@ -27,7 +27,7 @@ from torchweft.pipeline.recording import Notes, WorkerNotes
 from torchweft.pipeline.runner import START, Assignment, Runner, StartCommand
 from torchweft.pipeline.streaming import ENTER, EnteringMinibatch, LossQueue, StreamRunner
 from torchweft.probe import clock_id
-from torchweft.rpc import RRef, functions
+from torchweft.rpc import OrderedFuture, RRef, functions
 
 Inputs = Mapping[int, Mapping[int, Sequence[Any]]]
 """By stage and micro-batch, what the stage takes of the batch."""

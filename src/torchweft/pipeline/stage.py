@@ -17,8 +17,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.func import functional_call
 from torch.utils import _pytree
 
+from torchweft.autograd import accumulate
 from torchweft.errors import ConfigurationError
-from torchweft.extending import DeviceMark, accumulate, device_mark, use_after
+from torchweft.extending import DeviceMark, device_mark, use_after
 from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe, make_packet, pick
 
 Loss = Callable[[Any, Any], Tensor]

@@ -24,7 +24,7 @@ from torchweft.rpc.api import (
     rpc_async,
     rpc_sync,
 )
-from torchweft.rpc.calls import Future, as_completed
+from torchweft.rpc.calls import Future, OrderedFuture, as_completed
 from torchweft.rpc.collective import all_gather, barrier
 from torchweft.rpc.functions import async_execution
 from torchweft.rpc.joining import (
@@ -60,6 +60,7 @@ __all__ = [
     "Merged",
     "OnValue",
     "OnWorker",
+    "OrderedFuture",
     "PyRRef",
     "RRef",
     "RpcBackendOptions",

@@ -14,11 +14,18 @@ from torchweft.rpc.serving import ASYNC_MARK
 if TYPE_CHECKING:
     from torchweft.rpc.batching import BatchStatistics, batch_statistics, batched, expect_calls
 
-__all__ = ["BatchStatistics", "async_execution", "batch_statistics", "batched", "expect_calls"]
+__all__ = [
+    "BatchStatistics",
+    "async_execution",
+    "batch_statistics",
+    "batched",
+    "expect_calls",
+    "is_async_execution",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_OF_BATCHES = frozenset(__all__) - {"async_execution"}
+_OF_BATCHES = frozenset(__all__) - {"async_execution", "is_async_execution"}
 """Imported by programs that batch calls."""
 
 
@@ -50,6 +57,11 @@ def async_execution(
     if isinstance(fn, torch.jit.ScriptFunction):
         _name_after(wrapper, fn)
     return wrapper
+
+
+def is_async_execution(function: Callable[..., Any]) -> bool:
+    """Returns whether ``async_execution`` has marked a function."""
+    return hasattr(function, ASYNC_MARK)
 
 
 def _name_after(wrapper: Any, function: Any) -> None:

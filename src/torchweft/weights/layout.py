@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.extending import has_memory, rebuilds_plain
+from torchweft.extending import rebuilds_plain
+from torchweft.memory import has_memory
 
 ALIGNMENT = 64
 """Of each tensor, in bytes: that of a line of the processor's cache."""

@@ -16,12 +16,13 @@ from torchweft.engine.codec.objects import Packed
 from torchweft.engine.protocol.registration import Registration
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallCancelled
-from torchweft.extending import Member, OrderedFuture
+from torchweft.extending import Member
 from torchweft.ids import WorkerInfo
 from torchweft.mapreduce import shared
 from torchweft.mapreduce.execution import Execution
 from torchweft.mapreduce.partitioners import Part
 from torchweft.mapreduce.plan import Manner, Plan
+from torchweft.rpc import OrderedFuture
 
 HEAVY = torch.zeros(1 << 20)
 CONTENT = Packed(b"content", [], [])
