@@ -25,7 +25,6 @@ from torchweft.arguments import UNSET_RPC_TIMEOUT
 from torchweft.autograd.contexts import current_id as context_id_here
 from torchweft.engine.codec import objects, registry
 from torchweft.engine.codec.functions import describe as function_name
-from torchweft.engine.codec.objects import Packed
 from torchweft.engine.codec.registry import remotely_callable
 from torchweft.engine.io.secure import TlsOptions
 from torchweft.engine.threads import device_streams
@@ -48,8 +47,6 @@ from torchweft.rpc.calls import Future, ignore_errors, open_calls, start
 from torchweft.rpc.joining import leave_failed
 from torchweft.rpc.node import current_node
 from torchweft.rpc.observed import (
-    Devices,
-    Route,
     find_devices,
     on_worker_lost,
     route_to,
@@ -72,7 +69,6 @@ from torchweft.secret import Secret
 
 __all__ = [
     "DeviceMark",
-    "Devices",
     "Failure",
     "IncomingCall",
     "Member",
@@ -80,8 +76,6 @@ __all__ = [
     "OutgoingCall",
     "Packed",
     "PerWorker",
-    "Route",
-    "ServedStreams",
     "Watcher",
     "caller",
     "check_called",
@@ -101,8 +95,6 @@ __all__ = [
     "on_leave",
     "own_report",
     "may_take_long",
-    "name_served_call",
-    "pack",
     "ports",
     "present_workers",
     "rebuilds_plain",
@@ -117,7 +109,6 @@ __all__ = [
     "tell_losses",
     "tell_numbers",
     "this_worker",
-    "unpack",
     "use_after",
     "waiting",
     "watch",
@@ -341,7 +332,9 @@ def working_for(call: Any) -> Iterator[None]:
         del serving[thread]
 
 
-def when_ready(number: Any, then: Callable[[Any], tuple[Callable[..., Any], Any]]) -> Any:
+def when_ready(
+    number: Any, then: Callable[[Any], tuple[Callable[..., Any], Callable[[], Any]]]
+) -> Any:
     """Returns the result of a function whose work begins when a value of this worker is there.
 
     No thread waits for the value, which ``rpc.remote`` may still be making. The function gets the
@@ -350,23 +343,21 @@ def when_ready(number: Any, then: Callable[[Any], tuple[Callable[..., Any], Any]
 
     Args:
         number: ``RRef.id`` of a value of this worker, as another worker has sent it.
-        then: Called with the value. Returns the function that did the work, and its result.
+        then: Called with the value. Returns the function of the program that does the work, by
+            which reports and traces name the call, and what does it and returns the result.
 
     Returns:
         What the function must return.
     """
-    return WhenReady(owned(number), then)
 
+    def named(value: Any) -> tuple[Callable[..., Any], Any]:
+        function, work = then(value)
+        served = current_call.get()
+        if served is not None:
+            served.function = function_name(function).encode()
+        return function, work()
 
-def name_served_call(function: Callable[..., Any]) -> None:
-    """Has reports and traces name a function of the program for the call that is served.
-
-    Args:
-        function: What the running function of the component calls for its caller.
-    """
-    served = current_call.get()
-    if served is not None:
-        served.function = function_name(function).encode()
+    return WhenReady(owned(number), named)
 
 
 def rebuilds_plain(kind: T) -> T:
@@ -412,35 +403,45 @@ def start_call(
     return start(current_worker(), to, function, args, kwargs or {}, timeout, name)  # type: ignore[arg-type]
 
 
-def pack(value: object, workers: Collection[Member]) -> Packed:
-    """Packs a value once so that each of several workers can unpack it, now or later.
+class Packed(objects.Packed):
+    """A value that is packed once, so that each of several workers can unpack it, now or later.
 
-    Args:
-        value: What a call could have as an argument.
-        workers: The workers; this one may be among them.
+    Each reference in a value is counted when it is sent, so a packed value with ``externals`` is
+    neither sent nor kept.
 
-    Returns:
-        The bytes ``payload``, the ``tensors`` that were taken out of the value, and the references
-        in it, ``externals``. Each reference is counted when it is sent, so a packed value with
-        references is neither sent nor kept.
-
-    Raises:
-        SerializationError: A part of the value cannot be sent to one of the workers.
+    Attributes:
+        payload: Its bytes.
+        tensors: The tensors that were taken out of it.
+        externals: The references that were taken out of it.
     """
-    return current_worker().encoder.pack_for(workers, value)  # type: ignore[arg-type]
 
+    __slots__ = ()
 
-def unpack(packed: Packed) -> Any:
-    """Makes a packed value anew, with copies of its tensors, as if a message had brought it.
+    @classmethod
+    def of(cls, value: object, workers: Collection[Member]) -> Packed:
+        """Packs a value.
 
-    In an autograd context the copies stay in the graph. What another worker has packed is read in
-    a call of that worker, as its messages are: a strict worker refuses what it may not contain.
-    """
-    worker, context_id = current_worker(), context_id_here()
-    keeps_graphs = worker.arrivals.keeps_graphs
-    tensors = [own_copy(each, context_id, keeps_graphs) for each in packed.tensors]
-    read = objects.unpack if caller().is_self else worker.reader.unpack
-    return read(packed.payload, tensors, packed.externals)
+        Args:
+            value: What a call could have as an argument.
+            workers: The workers; this one may be among them.
+
+        Raises:
+            SerializationError: A part of the value cannot be sent to one of the workers.
+        """
+        return cls(*current_worker().encoder.pack_for(workers, value))  # type: ignore[arg-type]
+
+    def unpack(self) -> Any:
+        """Makes the value anew, with copies of its tensors, as if a message had brought it.
+
+        In an autograd context the copies stay in the graph. What another worker has packed is read
+        in a call of that worker, as its messages are: a strict worker refuses what it may not
+        contain.
+        """
+        worker, context_id = current_worker(), context_id_here()
+        keeps_graphs = worker.arrivals.keeps_graphs
+        tensors = [own_copy(each, context_id, keeps_graphs) for each in self.tensors]
+        read = objects.unpack if caller().is_self else worker.reader.unpack
+        return read(self.payload, tensors, self.externals)
 
 
 # Messages without calls, and waits for them
@@ -527,12 +528,15 @@ def device_mark() -> DeviceMark | None:
 def served_streams() -> ServedStreams:
     """Returns the streams on which the GPU work of this worker's threads runs.
 
+    In a process that is no worker they are new ones.
+
     They are for a thread of the component: ``served_streams().carried(function)`` runs the function
     there on a stream of its own, behind the work of the thread that calls ``carried``. A thread
     that lives long calls ``attach`` once, ``renew`` of the result before each piece of work, and
     ``close`` at its end.
     """
-    return current().served_streams
+    agent = of_process.here
+    return ServedStreams() if agent is None else agent.served_streams
 
 
 def use_after(mark: DeviceMark | None, *values: Any) -> None:

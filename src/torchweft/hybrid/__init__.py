@@ -1,7 +1,6 @@
 """Models with sparse tables on servers, and a dense part under ``DistributedDataParallel``."""
 
 from torchweft.embedding.recovery import recover
-from torchweft.extending import Devices as Facts
 from torchweft.extending import find_devices as gather_facts
 from torchweft.hybrid.clipping import measure
 from torchweft.hybrid.model import HybridModel
@@ -11,6 +10,7 @@ from torchweft.hybrid.plan import Dense, HybridPlan, PlacementError, TrainersDif
 from torchweft.hybrid.process_group import Choice, choose_backend, init_process_group
 from torchweft.hybrid.remote import RemoteHybridModel
 from torchweft.hybrid.trainers import begun_for
+from torchweft.reports import Devices as Facts
 
 CALLABLES = (begun_for, measure)
 """The functions that a strict worker names in ``RpcBackendOptions(callables=...)``, beside those of

@@ -28,8 +28,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torchweft.arguments import UNSET_RPC_TIMEOUT, limit_of
 from torchweft.errors import ConfigurationError
-from torchweft.extending import Devices as Facts
 from torchweft.extending import find_devices
+from torchweft.reports import Devices as Facts
 from torchweft.rpc import all_gather, get_worker_info
 
 

@@ -105,7 +105,7 @@ class Plan:
         self.own_content = self.content
         me = extending.this_worker()
         if self.content is None and me in self.members.values():
-            packed = extending.pack((function, []), [me])
+            packed = Packed.of((function, []), [me])
             self.own_content = None if packed.externals else packed
 
     def _share(self, are_in_turn: bool) -> None:
@@ -119,14 +119,12 @@ class Plan:
             return
         members = self.members.values()
         try:
-            packed = extending.pack((self.function, common.values), members)
+            packed = Packed.of((self.function, common.values), members)
             if packed.externals:
                 # Each reference is counted when it is sent, so it is sent with each part.
-                holders = {
-                    id(each) for each in common.values if extending.pack(each, members).externals
-                }
+                holders = {id(each) for each in common.values if Packed.of(each, members).externals}
                 common = find_common(self.arguments, holders)
-                packed = extending.pack((self.function, common.values), members)
+                packed = Packed.of((self.function, common.values), members)
         except SerializationError:
             return  # The call of a part raises a better error.
         if not packed.externals:

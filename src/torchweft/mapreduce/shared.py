@@ -61,8 +61,8 @@ class Shared:
 
     def call(
         self, args: Any, kwargs: Any, number: Attempt, after: Attempt | None
-    ) -> tuple[Callable[..., Any], Any]:
-        """Calls the function in its turn, with copies of the values in place of the slots.
+    ) -> tuple[Callable[..., Any], Callable[[], Any]]:
+        """Prepares a call of the function, with copies of the values in place of the slots.
 
         Args:
             args: Positional arguments.
@@ -71,12 +71,10 @@ class Shared:
             after: The attempt that must get its turn first, if any.
 
         Returns:
-            The function and its result.
+            The program's function, and what calls it in its turn.
         """
-        function, values = extending.unpack(self.packed)
+        function, values = self.packed.unpack()
         check_types(values=(values, list))
-        # By name: a function by value is another one for each part.
-        extending.name_served_call(original(function))
         if extending.caller().is_self:  # Its tensors went by reference.
             args, kwargs = _copy((args, kwargs))
         else:
@@ -85,8 +83,12 @@ class Shared:
         if isinstance(args, Tensor):
             # One of few bytes may have any number of rows.
             raise ArgumentTypeError("the arguments of a call are a tensor, and not a tuple")
-        with self._turn(number, after):
-            return function, function(*args, **kwargs)
+
+        def run() -> Any:
+            with self._turn(number, after):
+                return function(*args, **kwargs)
+
+        return original(function), run
 
     @contextlib.contextmanager
     def _turn(self, number: Attempt, after: Attempt | None) -> Iterator[None]:
@@ -133,9 +135,9 @@ async def pull(parent: RRef[Shared]) -> Shared:
 def content(address: Address) -> Any:
     """Returns the content of a ``Shared`` object of this worker."""
 
-    def parts_of(value: Any) -> tuple[Callable[..., Any], Any]:
+    def parts_of(value: Any) -> tuple[Callable[..., Any], Callable[[], Any]]:
         shared = _checked(value)
-        return content, (shared.packed.payload, shared.packed.tensors, shared.concurrency)
+        return content, lambda: (shared.packed.payload, shared.packed.tensors, shared.concurrency)
 
     return extending.when_ready(address, parts_of)
 
@@ -167,7 +169,7 @@ def _filled(arguments: tuple[Any, Any], values: Sequence[Any]) -> tuple[Any, Any
 
 
 def _copy(arguments: tuple[Any, Any]) -> tuple[Any, Any]:
-    copied: tuple[Any, Any] = extending.unpack(extending.pack(arguments, [extending.this_worker()]))
+    copied: tuple[Any, Any] = Packed.of(arguments, [extending.this_worker()]).unpack()
     return copied
 
 

@@ -24,7 +24,6 @@ import torch
 
 from torchweft.errors import CallTimeout, NotAllowed, ProtocolError
 from torchweft.extending import (
-    Route,
     check_types,
     find_devices,
     remotely_callable,
@@ -33,7 +32,16 @@ from torchweft.extending import (
     this_worker,
 )
 from torchweft.native import native, reason
-from torchweft.reports import FACTS, MEASURE, HostFacts, PairFacts, WorkerFacts, encode, lead_of
+from torchweft.reports import (
+    FACTS,
+    MEASURE,
+    HostFacts,
+    PairFacts,
+    Route,
+    WorkerFacts,
+    encode,
+    lead_of,
+)
 from torchweft.rpc import WorkerHealth, WorkerState, health, rpc_sync
 from torchweft.version import VERSION
 

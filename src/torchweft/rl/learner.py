@@ -30,7 +30,7 @@ from torchweft import rpc
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError, WorkerLost
-from torchweft.extending import DeviceMark, ServedStreams, device_mark, ignore_errors, use_after
+from torchweft.extending import DeviceMark, device_mark, ignore_errors, served_streams, use_after
 from torchweft.rl.agent import Agent, FollowingPolicy, RemotePolicy
 from torchweft.rl.environments import Environments
 from torchweft.rl.errors import AgentLost, NoObservers, ProgramMismatch, SpacesMismatch, TooStale
@@ -81,7 +81,7 @@ class _InThread(_Here):
     def __init__(self, name: str, *args: Any) -> None:
         super().__init__(*args)
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams = ServedStreams(most_lanes=1)
+        self._streams = served_streams()
         # A daemon: an environment that hangs must not keep the program from ending.
         self._thread = threading.Thread(target=self._run, name=f"weft-{name}", daemon=True)
         self._thread.start()

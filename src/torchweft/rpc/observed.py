@@ -56,6 +56,7 @@ from torchweft.errors import (
 )
 from torchweft.free_threading import shared_count
 from torchweft.ids import WorkerInfo
+from torchweft.reports import Devices, Route
 from torchweft.rpc.watching import Watcher
 from torchweft.rpc.worker import WORKER, Worker
 
@@ -500,27 +501,6 @@ _ARPHRD_INFINIBAND = "32"
 _ACTIVE = "4: ACTIVE"
 
 
-class Devices(NamedTuple):
-    """What one worker has.
-
-    Attributes:
-        host: Name of its host.
-        device: The device that it trains on: ``"cpu"`` or ``"cuda:0"``.
-        backends: The back ends that its PyTorch has: of ``gloo``, ``nccl`` and ``mpi``.
-        has_infiniband: Whether a port of InfiniBand is active.
-        has_ip_over_infiniband: Whether a network interface runs over InfiniBand.
-        address: The IP address at which workers of other hosts reach it; that of the loopback if it
-            listens on its host only.
-    """
-
-    host: str
-    device: str = "cpu"
-    backends: tuple[str, ...] = ("gloo",)
-    has_infiniband: bool = False
-    has_ip_over_infiniband: bool = False
-    address: str = addresses.LOOPBACK
-
-
 def find_devices(device: str | None = None, sys: Path = Path("/sys")) -> Devices:
     """Returns the devices of this worker; does not start CUDA.
 
@@ -545,28 +525,6 @@ def find_devices(device: str | None = None, sys: Path = Path("/sys")) -> Devices
         _has_ip_over_infiniband(sys),
         _own_address(),
     )
-
-
-class Route(NamedTuple):
-    """The way from this worker to another one.
-
-    Attributes:
-        is_one_host: Whether both are on one host.
-        is_one_network: Whether both are in one network namespace, so that no network is between.
-        own_address: The IP address of this host on the way; empty if no network is between, or if
-            there is no way.
-        inline_bytes: The largest tensor that travels within its message.
-        channels: The channels of larger tensors, best first, with the size of their smallest one.
-        obstacles: Why each channel is not used; empty where it is. Channels for hardware that is
-            not here, and those that were not tried yet, are left out.
-    """
-
-    is_one_host: bool
-    is_one_network: bool
-    own_address: str
-    inline_bytes: int
-    channels: tuple[tuple[str, int], ...]
-    obstacles: tuple[tuple[str, str], ...]
 
 
 def route_to(worker: str | int | WorkerInfo) -> Route:

@@ -24,7 +24,7 @@ def alone() -> Iterator[None]:
 
 def made(function: Any, *values: Any) -> rpc.RRef[Shared]:
     """Returns a reference to a shared object, made as the caller of a map makes it."""
-    packed = extending.pack((function, list(values)), [extending.this_worker()])
+    packed = extending.Packed.of((function, list(values)), [extending.this_worker()])
     return rpc.remote("worker0", shared.make, (packed.payload, packed.tensors, 1))
 
 
