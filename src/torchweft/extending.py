@@ -44,7 +44,6 @@ from torchweft.optim.distributed import Failure, run_on_owners
 from torchweft.reports import Report, Wait
 from torchweft.rpc import serving
 from torchweft.rpc.calls import Future, ignore_errors, open_calls, start
-from torchweft.rpc.joining import leave_failed
 from torchweft.rpc.node import current_node
 from torchweft.rpc.observed import (
     find_devices,
@@ -90,7 +89,6 @@ __all__ = [
     "is_open_group",
     "is_worker",
     "launched_place",
-    "leave_failed",
     "log_exception",
     "on_leave",
     "own_report",

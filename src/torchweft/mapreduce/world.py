@@ -453,7 +453,7 @@ def _record(error: Exception) -> None:
 
 def _leave_at_once(me: Member, error: BaseException) -> None:
     if _is_still(me):
-        extending.leave_failed(error)
+        shutdown(error=error)
 
 
 def _is_still(me: Member) -> bool:

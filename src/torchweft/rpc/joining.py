@@ -208,7 +208,9 @@ def _listen_for_scrapes(place: Placement | None) -> Any:
 
 
 @without_own_frames
-def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
+def shutdown(
+    graceful: bool = True, timeout: float = 0.0, *, error: BaseException | None = None
+) -> None:
     """Leaves the group; without one, only closes the store of an ``init_rpc`` that failed.
 
     A graceful shutdown blocks until all workers have called ``shutdown`` and every call in the
@@ -219,6 +221,8 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     Args:
         graceful: Whether to wait for the others. If not, calls that wait for this worker fail.
         timeout: Seconds to wait at most; 0 for no limit.
+        error: The error that has ended the program, if one has. Then the worker leaves at once. The
+            others get the error as the cause of the loss, also those that are not connected yet.
 
     Raises:
         ShutdownError: The shutdown was incomplete; names the missing workers and the reason.
@@ -228,7 +232,9 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     if not current_agent.is_set():
         _store_of_failure = None
         return
-    if graceful:
+    if error is not None:
+        _leave_failed(error)
+    elif graceful:
         leave(timeout)
     else:
         current_node().end(farewell="it left by shutdown(graceful=False)")
@@ -255,15 +261,8 @@ def leave(timeout: float, follow: Following | None = None) -> None:
         raise problem
 
 
-def leave_failed(error: BaseException) -> None:
-    """Leaves the group at once, and tells the other workers that the program has failed.
-
-    They get the reason as the cause of the loss, also those that are not connected yet. Blocks
-    for a moment, at most ``_TELL_LIMIT_S``.
-
-    Args:
-        error: The error that has ended the program.
-    """
+def _leave_failed(error: BaseException) -> None:
+    """Leaves the group, and tells the others why. Blocks for ``_TELL_LIMIT_S`` at most."""
     node = current_node()
     agent = node.agent
     agent.lifetime.has_failed = True
