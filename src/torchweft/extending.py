@@ -28,7 +28,6 @@ from torchweft.engine.codec.functions import describe as function_name
 from torchweft.engine.codec.registry import remotely_callable
 from torchweft.engine.io.secure import TlsOptions
 from torchweft.engine.threads import device_streams
-from torchweft.engine.threads.device_streams import Mark as DeviceMark
 from torchweft.engine.threads.device_streams import ServedStreams
 from torchweft.engine.threads.reports import log_exception
 from torchweft.engine.threads.thread_modes import THREADS
@@ -67,7 +66,6 @@ from torchweft.rpc.worker import WORKER, current_worker
 from torchweft.secret import Secret
 
 __all__ = [
-    "DeviceMark",
     "Failure",
     "IncomingCall",
     "Member",
@@ -107,7 +105,6 @@ __all__ = [
     "tell_losses",
     "tell_numbers",
     "this_worker",
-    "use_after",
     "waiting",
     "watch",
     "when_ready",
@@ -515,12 +512,21 @@ def credentials() -> tuple[Secret | None, TlsOptions | None]:
 # The order of GPU work between threads
 
 
-def device_mark() -> DeviceMark | None:
-    """Returns a mark behind the GPU work of this thread so far; None in a process without any.
+def device_mark() -> Callable[..., None]:
+    """Returns a function behind the GPU work of this thread so far, for another thread.
 
-    Hand it with a value to another thread, which calls ``use_after`` before it uses the value.
+    The other thread gets it with a value, and calls it with the value before it uses that: further
+    GPU work of the calling thread waits for the work before the mark, and the memory of the value
+    is kept until then. The call does not block. Values are tensors, or tuples, lists and
+    dictionaries of them, as many as there are. Without GPUs nothing happens.
     """
-    return device_streams.mark() if device_streams.HAS_CUDA else None
+    if not device_streams.HAS_CUDA:
+        return _wait_for_nothing
+    return partial(device_streams.use, device_streams.mark())
+
+
+def _wait_for_nothing(*values: Any) -> None:
+    """Stands for a mark in a process without GPU work."""
 
 
 def served_streams() -> ServedStreams:
@@ -535,14 +541,3 @@ def served_streams() -> ServedStreams:
     """
     agent = of_process.here
     return ServedStreams() if agent is None else agent.served_streams
-
-
-def use_after(mark: DeviceMark | None, *values: Any) -> None:
-    """Has further GPU work of this thread wait for a mark. The thread itself goes on.
-
-    Args:
-        mark: As ``device_mark`` returned it on another thread.
-        values: What was made before the mark: tensors, or tuples, lists and dictionaries of them.
-            Their memory is kept until the work of this thread with them is done.
-    """
-    device_streams.use(mark, *values)

@@ -118,7 +118,7 @@ def test_a_strict_worker_accepts_what_is_registered(world: World) -> None:
 
 def test_marks_where_there_is_no_gpu() -> None:
     tensor = torch.ones(1)
-    extending.use_after(extending.device_mark(), tensor)
+    extending.device_mark()(tensor)
     assert tensor.item() == 1
 
 

@@ -21,12 +21,10 @@ from torchweft.embedding.rows import Part, summed
 from torchweft.embedding.server import host_of
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 from torchweft.extending import (
-    DeviceMark,
     PerWorker,
     check_caller,
     check_types,
     device_mark,
-    use_after,
 )
 from torchweft.optim.clipping import norm, norm_of
 from torchweft.rpc import OrderedFuture, functions, get_worker_info, on_worker_lost, rpc_async
@@ -128,7 +126,7 @@ class _Round:
         self.trainers = trainers
         self.forget = forget
         self.stacks: dict[int, Stacks] = {}
-        self.marks: list[DeviceMark | None] = []
+        self.marks: list[Callable[..., None]] = []
         self.futures: list[torch.futures.Future[Tensor]] = []
 
     def fail(self, error: Exception) -> None:
@@ -184,7 +182,7 @@ def measure(
         del rounds[key]
     found.forget()
     for mark in found.marks:
-        use_after(mark, found.stacks)
+        mark(found.stacks)
     try:
         ordered = [found.stacks[place] for place in range(len(trainers))]
         total = norm_of_mean(ordered, len(trainers) if averages else 1, norm_type)

@@ -30,7 +30,7 @@ from torch import Tensor
 from torchweft import extending, rpc
 from torchweft.autograd import in_context, recompute_after_loss
 from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
-from torchweft.extending import DeviceMark, Member
+from torchweft.extending import Member
 from torchweft.free_threading import shared_count
 from torchweft.mapreduce import observers, shared, trees
 from torchweft.mapreduce.buffers import Changed, Outcome
@@ -95,7 +95,7 @@ class Execution:
         self._results: list[Any] = [None] * len(plan.parts)
         self.changed: Sequence[Changed] = ()
         """The buffers of modules that the first part has changed."""
-        self._marks: list[DeviceMark] = []  # of the threads that have put results there
+        self._marks: list[Callable[..., None]] = []  # of the threads that have put results there
         self._error: BaseException | None = None
         self._schedule = Schedule(
             [part[0] for part in plan.parts],
@@ -150,7 +150,7 @@ class Execution:
 
     def _answered(self, part: int, attempt: int, worker: int, done: Future[Any]) -> None:
         try:
-            extending.use_after(self._mark)
+            self._mark()
             try:
                 result = done.value()
             except BaseException as error:
@@ -176,9 +176,7 @@ class Execution:
             self._results[part] = result
             if changed:
                 self.changed = changed
-            mark = extending.device_mark()
-            if mark is not None:
-                self._marks.append(mark)
+            self._marks.append(extending.device_mark())
             if call is not None:
                 # Under the lock, or another thread might report the end of the map before this.
                 seconds = time.monotonic() - self._note_begin(part, call)
@@ -249,7 +247,7 @@ class Execution:
 
     def _go_on(self, variables: Any, is_grad_enabled: bool) -> None:
         self._is_left = False
-        extending.use_after(self._mark)
+        self._mark()
         with torch.set_grad_enabled(is_grad_enabled):
             variables.run(self._act_alone, True)
 
@@ -355,7 +353,7 @@ class Execution:
 
     def _complete(self, _: Complete) -> None:
         for mark in self._marks:
-            extending.use_after(mark, self._results)
+            mark(self._results)
         self._finish(self._results, None)
 
     def _fail(self, action: Fail) -> None:

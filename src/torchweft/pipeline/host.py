@@ -128,7 +128,9 @@ class Host:
 
     def finish(self, run: int, n_minibatches: int) -> None:
         """Says that no more minibatches will enter."""
-        self._running.put(run, (ENTER, 0, 0, n_minibatches), EnteringMinibatch(False, {}, {}))
+        self._running.put(
+            run, (ENTER, 0, 0, n_minibatches), EnteringMinibatch(False, {}, {}, device_mark())
+        )
 
     # Modes and measurements
 

@@ -21,7 +21,6 @@ from torchweft.errors import (
     PipelineError,
     WorkerLost,
 )
-from torchweft.extending import use_after
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.host import Host
 from torchweft.pipeline.runner import OptimizerMaker
@@ -194,7 +193,7 @@ class AsynchronousRun:
         """
         event = self._next_event()
         if isinstance(event, LossReport):
-            use_after(event.mark, event.loss)
+            event.mark(event.loss)
             self._losses[event.minibatch] = event.loss
             return
         if event.is_run:

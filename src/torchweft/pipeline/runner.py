@@ -22,13 +22,11 @@ from torch import Tensor, nn
 from torchweft.arguments import kind_of
 from torchweft.errors import PipelineError, ProtocolError, WeftError, WorkerLost
 from torchweft.extending import (
-    DeviceMark,
     Member,
     device_mark,
     find_worker,
     ports,
     served_streams,
-    use_after,
     waiting,
     working_for,
 )
@@ -140,7 +138,7 @@ class StartCommand(NamedTuple):
         targets: By micro-batch, its target, for the last stage.
         reports: Gets the losses of an asynchronous run, at the driver.
         done: Gets the result.
-        mark: The end of the GPU work that computes inputs and targets.
+        mark: Marks the end of the GPU work that computes inputs and targets.
         served: The call of the driver, which the row answers.
     """
 
@@ -151,7 +149,7 @@ class StartCommand(NamedTuple):
     targets: Mapping[int, Any]
     reports: RRef[Any] | None
     done: torch.futures.Future[Any]
-    mark: DeviceMark | None
+    mark: Callable[..., None]
     served: object
 
 
@@ -203,7 +201,7 @@ class Runner:
         self._unreadable: Exception | None = None
         self._forget = on_worker_lost(self._on_worker_lost)
         self._streams = served_streams().attach()
-        self._mark = device_mark()  # of the stages
+        self._mark: Callable[..., None] | None = device_mark()  # of the stages
         self._thread = threading.Thread(
             target=self._work, name=f"weft-pipeline-{assignment.pipe}", daemon=True
         )
@@ -404,9 +402,10 @@ class Runner:
         """Runs the row once and completes the future of the step."""
         self._step, self._at = start.step, None
         self._streams.renew()
-        use_after(self._mark)
-        self._mark = None
-        use_after(start.mark, start.inputs, start.targets)
+        if self._mark is not None:
+            self._mark()
+            self._mark = None
+        start.mark(start.inputs, start.targets)
         for old in [each for each in self._arrived if each[0] < start.step]:
             del self._arrived[old]
         try:

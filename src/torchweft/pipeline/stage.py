@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from torchweft.autograd import accumulate
 from torchweft.errors import ConfigurationError
-from torchweft.extending import DeviceMark, device_mark, use_after
+from torchweft.extending import device_mark
 from torchweft.pipeline.wiring import BATCH, Packet, Wiring, describe, make_packet, pick
 
 Loss = Callable[[Any, Any], Tensor]
@@ -440,7 +440,7 @@ def _run(
     """
     node = fork.outputs[0].node
     found: list[tuple[Tensor | None, ...]] = []
-    marks: list[DeviceMark | None] = []
+    marks: list[Callable[..., None]] = []
 
     def take(after: tuple[Tensor | None, ...], _: Any) -> None:
         marks.append(device_mark())
@@ -458,7 +458,7 @@ def _run(
         )
     except _HasRun:
         for mark in marks:
-            use_after(mark, found)
+            mark(found)
     finally:
         handle.remove()
     for after in found:

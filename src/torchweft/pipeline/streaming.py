@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchweft.extending import DeviceMark, device_mark, use_after
+from torchweft.extending import device_mark
 from torchweft.pipeline.runner import Assignment, Runner, StartCommand
 from torchweft.pipeline.schedules import Action, Kind
 from torchweft.pipeline.stage import Leaves
@@ -126,13 +126,13 @@ class EnteringMinibatch(NamedTuple):
         exists: False after the last minibatch.
         inputs: By stage and minibatch, what the stage takes of it.
         targets: By minibatch, its target, for the last stage.
-        mark: The end of the GPU work that computes them.
+        mark: Marks the end of the GPU work that computes them.
     """
 
     exists: bool
     inputs: Mapping[int, Mapping[int, Sequence[Any]]]
     targets: Mapping[int, Any]
-    mark: DeviceMark | None = None
+    mark: Callable[..., None]
 
 
 class StreamRunner(Runner):
@@ -181,7 +181,7 @@ class StreamRunner(Runner):
         n_workers = len(self.assignment.workers)
         minibatch = 0
         while (entry := self._wait_for(minibatch)).exists:
-            use_after(entry.mark, entry.inputs, entry.targets)
+            entry.mark(entry.inputs, entry.targets)
             entered = start._replace(inputs=entry.inputs, targets=entry.targets)
             for action in schedule.rows(n_workers, minibatch, 1)[me]:
                 self._act(action, entered)
@@ -261,7 +261,7 @@ class LossReport(NamedTuple):
 
     minibatch: int
     loss: Tensor
-    mark: DeviceMark | None
+    mark: Callable[..., None]
 
 
 class LossQueue:

@@ -30,7 +30,7 @@ from torchweft import rpc
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError, WorkerLost
-from torchweft.extending import DeviceMark, device_mark, ignore_errors, served_streams, use_after
+from torchweft.extending import device_mark, ignore_errors, served_streams
 from torchweft.rl.agent import Agent, FollowingPolicy, RemotePolicy
 from torchweft.rl.environments import Environments
 from torchweft.rl.errors import AgentLost, NoObservers, ProgramMismatch, SpacesMismatch, TooStale
@@ -320,7 +320,7 @@ class Observers(Closing):
         self._ask(agent)
         self._spaces: tuple[str, str] | None = None
         self._done: queue.SimpleQueue[
-            tuple[_Seat, int, Any, BaseException | None, DeviceMark | None]
+            tuple[_Seat, int, Any, BaseException | None, Callable[..., None]]
         ]
         self._done = queue.SimpleQueue()
         names = [f"observer{k}" for k in range(count)] if isinstance(where, str) else where
@@ -605,7 +605,7 @@ class Observers(Closing):
             self._expect_active()
             return None
         seat, generation, result, error, mark = taken
-        use_after(mark, result)
+        mark(result)
         if generation != seat.generation:
             return None
         seat.state = READY
