@@ -33,10 +33,6 @@ def gradient_of(tensor: Tensor) -> list[float]:
     return found
 
 
-def test_it_is_available() -> None:
-    assert autograd.is_available()
-
-
 # Ownership of gradient memory
 
 
@@ -129,32 +125,6 @@ def test_a_failed_pass_leaves_gradients_as_they_were(weight: nn.Parameter) -> No
             autograd.backward(context_id, total)
         handle.remove()
     assert gradient_of(weight) == [2, 2]
-
-
-def test_hooks_see_the_whole_gradient(weight: nn.Parameter) -> None:
-    seen = []
-    weight.register_post_accumulate_grad_hook(lambda tensor: seen.append(gradient_of(tensor)))
-    for _ in range(2):
-        with autograd.context() as context_id:
-            autograd.backward(context_id, weight.sum() + weight.sum())
-    assert seen == [[2, 2], [4, 4]]
-
-
-def test_a_tensor_that_is_no_leaf_has_nowhere_to_add_to(weight: nn.Parameter) -> None:
-    doubled = weight * 2
-    with (
-        autograd.context() as context_id,
-        pytest.raises(AutogradError, match=r"inputs\[0\], of shape \(2,\), is no leaf"),
-    ):
-        autograd.backward(context_id, doubled.sum(), inputs=doubled)
-
-
-def test_the_context_must_be_alive(weight: nn.Parameter) -> None:
-    with autograd.context() as context_id:
-        pass
-    with pytest.raises(AutogradError):
-        autograd.backward(context_id, weight.sum())
-    assert weight.grad is None
 
 
 # Threads

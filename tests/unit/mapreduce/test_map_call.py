@@ -98,17 +98,6 @@ def test_gradients_lead_to_what_the_parts_have_in_common() -> None:
 # Errors
 
 
-def divide(first: Tensor, second: Any) -> Any:
-    return first // second
-
-
-def test_an_error_of_a_part() -> None:
-    future = run(divide, cut_of((1, 1), (1, 0)), None)
-    with pytest.raises(ZeroDivisionError) as caught:
-        future.wait()
-    assert "part 1 of 2" in caught.value.__notes__[-1]
-
-
 def test_a_reducer_that_raises() -> None:
     with pytest.raises(ReduceError):
         run(add, cut_of((1, 2)), lambda results: results.missing).wait()
