@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, overload
 
 from torch import Tensor
 
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.component import accumulate
-from torchweft.autograd.contexts import current_id, set_current_id
-from torchweft.autograd.contexts import enter as in_context
+from torchweft.autograd.contexts import current_id, enter, set_current_id
 from torchweft.autograd.engine import OpenContext, current_engine
 from torchweft.autograd.graph import all_used, check_context_id, checked_inputs, roots_of
 from torchweft.autograd.refusals import check_inside
@@ -226,6 +226,18 @@ def current_context_id() -> int:
             "torchweft.autograd.context()`, or in a function that was called from within one"
         )
     return context_id
+
+
+def in_context(context_id: int) -> AbstractContextManager[None]:
+    """Returns a ``with`` block in which this thread or task records into a context.
+
+    For a thread that goes on with the work of another one. The block does not end the context: its
+    opener does.
+
+    Args:
+        context_id: The number of an open context; 0 for none.
+    """
+    return enter(context_id)
 
 
 @without_own_frames

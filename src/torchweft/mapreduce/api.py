@@ -20,7 +20,7 @@ from torchweft.mapreduce.partitioners import (
     dim_partitioner,
     exclusive_batch_partitioner,
 )
-from torchweft.mapreduce.plan import Manner, Plan
+from torchweft.mapreduce.plan import Manner, Plan, is_named
 from torchweft.mapreduce.reducers import Reducer, mean_reducer, sum_reducer
 
 __all__ = [
@@ -263,10 +263,7 @@ def _keep_findable(function: Function, alias: str) -> None:
     Otherwise the function keeps its name: if it was imported and is decorated here, other workers
     know no alias. Checked at each call, since the wrapper may be bound to the name at any time.
     """
-    found: Any = sys.modules[function.__module__]
-    for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    if found is not function:
+    if not is_named(function):
         function.__name__ = function.__qualname__ = alias
 
 

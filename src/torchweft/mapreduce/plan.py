@@ -115,7 +115,7 @@ class Plan:
             are_in_turn: Whether some workers run several parts, and can keep a part sent ahead.
         """
         common = find_common(self.arguments)
-        if _is_named(self.function) and not common.values and not are_in_turn:
+        if is_named(self.function) and not common.values and not are_in_turn:
             return
         members = self.members.values()
         try:
@@ -266,11 +266,11 @@ def may_have_graph(result: Any) -> bool:
 
 def _is_atom(leaf: Any) -> bool:
     if isinstance(leaf, _FUNCTIONS):
-        return _is_named(leaf)
+        return is_named(leaf)
     return isinstance(leaf, _ATOMS)
 
 
-def _is_named(function: Callable[..., Any]) -> bool:
+def is_named(function: Callable[..., Any]) -> bool:
     """Whether a function travels by its name, as its module has it; else it is sent itself."""
     module = getattr(function, "__module__", None)  # Functions of torch written in C have none.
     found: Any = torch if module is None else sys.modules.get(module)
