@@ -44,11 +44,7 @@ from torchweft.reports import Report, Wait
 from torchweft.rpc import serving
 from torchweft.rpc.calls import Future, ignore_errors, open_calls, start
 from torchweft.rpc.node import current_node
-from torchweft.rpc.observed import (
-    find_devices,
-    on_worker_lost,
-    route_to,
-)
+from torchweft.rpc.observed import find_devices, on_worker_lost, route_to
 from torchweft.rpc.observed import tell as tell_numbers
 from torchweft.rpc.options import find_placement
 from torchweft.rpc.ports import PORTS, Ports
@@ -88,9 +84,9 @@ __all__ = [
     "is_worker",
     "launched_place",
     "log_exception",
+    "may_take_long",
     "on_leave",
     "own_report",
-    "may_take_long",
     "ports",
     "present_workers",
     "rebuilds_plain",
