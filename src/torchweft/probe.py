@@ -1,4 +1,4 @@
-"""The host, the namespaces and the cores of this process.
+"""The host, the namespaces, the cores and the addresses of this process.
 
 Two workers exchange these facts when they connect and decide from them how memory can travel
 between them. Everything here is a plain value that survives JSON, and is read from the system
@@ -8,6 +8,8 @@ system does not tell is empty, 0 or -1, and equals no other worker's.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import socket
 from dataclasses import asdict, dataclass, fields
@@ -19,6 +21,9 @@ from torchweft.errors import ProtocolError
 LOAD = "/proc/loadavg"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES = Path("/proc/self/ns")
+_ANY_PORT = 9
+_FAR_AWAY = "192.0.2.1"
+"""An address that no machine has: it is reserved for documentation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,38 @@ def clock_id() -> str:
     """
     boot_id, namespace = _read_text(BOOT_ID), _inode(NAMESPACES / "time")
     return f"{boot_id}/{namespace}" if boot_id else ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def own_address_towards(host: str) -> str:
+    """Returns this machine's address on the route to ``host``; empty if there is no route.
+
+    Nothing is sent. A name of this machine may stand for loopback here (/etc/hosts) and for a
+    network address elsewhere. Then the address of the default route is returned, if there is one.
+    """
+    address = _source_address(host)
+    if address and is_loopback(address) and not is_loopback(host):
+        return _source_address(_FAR_AWAY) or address
+    return address
+
+
+def _source_address(host: str) -> str:
+    try:
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    except OSError:
+        return ""
+    for family, kind, protocol, _, place in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as asking:
+            asking.connect(place)
+            return str(asking.getsockname()[0])
+    return ""
 
 
 def read_facts() -> Facts:

@@ -24,8 +24,7 @@ from tests.contract.processes.test_launch_cluster import (
     kill_one,
     wait_until,
 )
-from torchweft import rpc
-from torchweft.engine.worker import deaths
+from torchweft import deaths, rpc
 from torchweft.errors import LaunchError, ShutdownError, WorkerLost
 from torchweft.launch import Cluster, Nursery, cluster, clusters
 from torchweft.launch.job import program_job

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,15 @@ import pytest
 
 from torchweft import probe
 from torchweft.errors import ProtocolError
-from torchweft.probe import Facts, clock_id, network_id, read_facts, usable_cores
+from torchweft.probe import (
+    Facts,
+    clock_id,
+    is_loopback,
+    network_id,
+    own_address_towards,
+    read_facts,
+    usable_cores,
+)
 
 
 def test_facts_survive_json() -> None:
@@ -67,3 +76,25 @@ def test_no_torch_is_imported() -> None:
         "read_facts(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_own_address_on_the_way_to_a_host() -> None:
+    assert own_address_towards("127.0.0.1") == "127.0.0.1"
+    assert is_loopback(own_address_towards("localhost"))
+    assert own_address_towards("no.such.host.invalid") == ""
+
+
+def test_a_name_that_means_loopback_here_alone_means_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = socket.getaddrinfo("127.0.1.1", 9, type=socket.SOCK_DGRAM)
+    way_out = own_address_towards("192.0.2.1")
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *args, **options: (
+            found if host == "node0" else resolve(host, *args, **options)
+        ),
+    )
+    assert own_address_towards("node0") == (way_out or "127.0.0.1")

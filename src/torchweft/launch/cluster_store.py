@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 # PyTorch's own types leave these out, as a build may lack them.
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from torchweft.engine.io.addresses import own_address_towards
 from torchweft.errors import LaunchError
+from torchweft.probe import own_address_towards
 from torchweft.secret import Secret
 
 if TYPE_CHECKING:

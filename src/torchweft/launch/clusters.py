@@ -26,8 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from torchweft import knobs
-from torchweft.engine.worker import deaths
+from torchweft import deaths, knobs
 from torchweft.errors import (
     CallTimeout,
     LaunchError,

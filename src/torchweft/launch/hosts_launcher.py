@@ -26,6 +26,7 @@ from torchweft.launch.nursery import WARM_MODULES, WorkerSource
 from torchweft.launch.run import Order, Run, port_environment
 from torchweft.launch.terms import Terms
 from torchweft.launch.worker import Scrapes
+from torchweft.probe import own_address_towards
 from torchweft.scraping import Address, check_package
 
 if TYPE_CHECKING:
@@ -201,8 +202,6 @@ class _HostsCluster(Cluster):
 
     def _make_nursery(self) -> WorkerSource:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        from torchweft.engine.io.addresses import own_address_towards
 
         hosts = self._launcher.hosts(len(self.names))
         placed = place(self.names, hosts)

@@ -41,8 +41,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torchweft import standard_streams
-from torchweft.engine.worker.deaths import VARIABLE as NOTE_VARIABLE
-from torchweft.engine.worker.deaths import leave_note
+from torchweft.deaths import VARIABLE as NOTE_VARIABLE
+from torchweft.deaths import leave_note
 from torchweft.launch.control import ControlSocket, Ladder, Message
 from torchweft.launch.job import Job, run_job
 from torchweft.launch.report import MemoryKills, describe_exit

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchweft.arguments import checked_int
-from torchweft.engine.io.addresses import is_loopback, is_unspecified
 from torchweft.errors import ConfigurationError
 from torchweft.ids import check_worker_name
 from torchweft.scraping import VARIABLE, Address, check_free, check_package
@@ -35,7 +34,7 @@ class WorkerSpec:
         job: What the process does: a dictionary made by ``torchweft.launch.job``.
         environment: All of its environment variables.
         notes: The folder for the note that tells other workers how it ended; see
-            ``torchweft.engine.worker.deaths``.
+            ``torchweft.deaths``.
         directory: The directory that it starts in.
     """
 
@@ -259,8 +258,8 @@ class Scrapes:
         if hosts is None:
             return f"{name} {address.url}"
         host, reached_at = hosts[name]
-        if is_loopback(address.host):
+        if address.is_loopback:
             return f"{name} {address.url} on {host}"
-        if is_unspecified(address.host):
+        if address.is_unspecified:
             address = address._replace(host=reached_at)
         return f"{name} {address.url}"

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from torchweft import knobs, scraping, standard_streams
+from torchweft import deaths, knobs, scraping, standard_streams
 from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.engine.codec.tracebacks import without_own_frames
 from torchweft.engine.io.addresses import (
@@ -34,7 +34,6 @@ from torchweft.engine.io.addresses import (
     is_unspecified,
     listen_tcp,
     listen_unix,
-    own_address_towards,
     parse,
 )
 from torchweft.engine.protocol import registration
@@ -48,7 +47,7 @@ from torchweft.engine.protocol.joining import (
 )
 from torchweft.engine.threads.reports import Following, names_of
 from torchweft.engine.worker import current as current_agent
-from torchweft.engine.worker import deaths, rendezvous
+from torchweft.engine.worker import rendezvous
 from torchweft.engine.worker.agent import Agent, Protection
 from torchweft.engine.worker.connections import Traffic
 from torchweft.engine.worker.peers import Members, Peer
@@ -63,7 +62,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
-from torchweft.probe import network_id
+from torchweft.probe import network_id, own_address_towards
 from torchweft.rpc.node import Node, current_node, how_ended
 from torchweft.rpc.options import (
     Meeting,

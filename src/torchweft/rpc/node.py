@@ -17,6 +17,7 @@ from multiprocessing.util import Finalize
 
 from torch.distributed.distributed_c10d import Store
 
+from torchweft import deaths
 from torchweft.autograd.engine import ENGINE
 from torchweft.engine.codec.reading import make_reader
 from torchweft.engine.protocol import leaving
@@ -28,7 +29,6 @@ from torchweft.engine.threads.reports import Following, Lacking, LongWaits, log_
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import Kind, decode_step, encode_texts
 from torchweft.engine.worker import current as current_agent
-from torchweft.engine.worker import deaths
 from torchweft.engine.worker.agent import Agent, Slot
 from torchweft.engine.worker.calls import current_call
 from torchweft.engine.worker.peers import Peer

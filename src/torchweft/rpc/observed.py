@@ -56,6 +56,7 @@ from torchweft.errors import (
 )
 from torchweft.free_threading import shared_count
 from torchweft.ids import WorkerInfo
+from torchweft.probe import own_address_towards
 from torchweft.reports import Devices, Route
 from torchweft.rpc.watching import Watcher
 from torchweft.rpc.worker import WORKER, Worker
@@ -559,7 +560,7 @@ def _address_towards(texts: Iterable[str]) -> str:
     """Returns the address of this host on the way to the first of some addresses in a network."""
     for address in map(addresses.parse, texts):
         if isinstance(address, addresses.TcpAddress) and addresses.is_far(address):
-            return addresses.own_address_towards(address.host)
+            return own_address_towards(address.host)
     return ""
 
 

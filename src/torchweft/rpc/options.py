@@ -26,9 +26,9 @@ from torchweft.arguments import (
 )
 from torchweft.engine.codec.reading import BY_THEMSELVES, is_part_of_weft
 from torchweft.engine.codec.registry import Callables
-from torchweft.engine.io.addresses import is_loopback
 from torchweft.engine.protocol.registration import Devices
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.probe import is_loopback
 from torchweft.rpc.api import RRef
 from torchweft.secret import Secret
 

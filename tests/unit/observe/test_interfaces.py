@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from torchweft.engine.io import addresses
 from torchweft.observe.examining import interface_of, speed_of
+from torchweft.rpc import observed
 from torchweft.rpc.observed import _address_towards
 
 
@@ -28,7 +28,7 @@ def test_an_interface_is_known_by_its_address() -> None:
 
 
 def test_the_address_on_the_way_is_that_towards_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "own_address_towards", lambda host: f"towards {host}")
+    monkeypatch.setattr(observed, "own_address_towards", lambda host: f"towards {host}")
     found = _address_towards(["unix:@x", "tcp:127.0.0.1:5", "tcp:198.51.100.7:6"])
     assert found == "towards 198.51.100.7"
     assert _address_towards(["tcp:127.0.0.1:5"]) == ""

@@ -10,6 +10,7 @@ import socket
 from typing import NamedTuple
 
 from torchweft.errors import ConfigurationError
+from torchweft.probe import is_loopback
 
 
 class UnixAddress(NamedTuple):
@@ -34,12 +35,9 @@ class TcpAddress(NamedTuple):
 
 _SCHEMES = ("tcp", "tls")
 LOOPBACK = "127.0.0.1"
-_ANY_PORT = 9
 _LISTENS = "00010000"
 """Flags of a listening socket in the kernel's table."""
 _OF_WORKER = re.compile("@weft-[0-9a-f]{32}")
-_FAR_AWAY = "192.0.2.1"
-"""An address that no machine has: it is reserved for documentation."""
 
 
 Address = UnixAddress | TcpAddress
@@ -70,44 +68,12 @@ def is_far(address: Address) -> bool:
     return isinstance(address, TcpAddress) and not is_loopback(address.host)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach ``host``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def is_unspecified(host: str) -> bool:
     """Whether ``host`` stands for all addresses of this machine, as 0.0.0.0 does."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
-
-
-def own_address_towards(host: str) -> str:
-    """Returns this machine's address on the route to ``host``; empty if there is no route.
-
-    Nothing is sent. A name of this machine may stand for loopback here (/etc/hosts) and for a
-    network address elsewhere. Then the address of the default route is returned, if there is one.
-    """
-    address = _source_address(host)
-    if address and is_loopback(address) and not is_loopback(host):
-        return _source_address(_FAR_AWAY) or address
-    return address
-
-
-def _source_address(host: str) -> str:
-    try:
-        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
-    except OSError:
-        return ""
-    for family, kind, protocol, _, place in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as asking:
-            asking.connect(place)
-            return str(asking.getsockname()[0])
-    return ""
 
 
 def listen_tcp(host: str, *, is_secure: bool = False) -> tuple[socket.socket, TcpAddress]:

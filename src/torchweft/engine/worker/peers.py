@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torchweft.arguments import did_you_mean, wrong_type
+from torchweft.deaths import cause_of
 from torchweft.engine.channels.channel import Held, Ways
 from torchweft.engine.io.link import Link
 from torchweft.engine.protocol.calls import ServedCall
@@ -28,7 +29,6 @@ from torchweft.engine.protocol.connecting import Connecting, Patience, State, Te
 from torchweft.engine.protocol.registration import HOST as HOST_FACT
 from torchweft.engine.protocol.registration import Registration, Roster
 from torchweft.engine.protocol.sessions import UnsentMessages
-from torchweft.engine.worker.deaths import cause_of
 from torchweft.errors import (
     DuplicateName,
     ProtocolError,

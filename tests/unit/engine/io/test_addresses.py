@@ -14,11 +14,9 @@ from torchweft.engine.io.addresses import (
     UnixAddress,
     dial,
     is_far,
-    is_loopback,
     is_unspecified,
     listen_tcp,
     listen_unix,
-    own_address_towards,
     parse,
     tune,
 )
@@ -140,25 +138,3 @@ def test_what_an_address_is_for() -> None:
     assert not is_far(UnixAddress("x"))
     assert not is_far(TcpAddress("127.0.0.1", 1))
     assert is_far(TcpAddress("10.0.0.1", 1))
-
-
-def test_the_own_address_on_the_way_to_a_host() -> None:
-    assert own_address_towards("127.0.0.1") == "127.0.0.1"
-    assert is_loopback(own_address_towards("localhost"))
-    assert own_address_towards("no.such.host.invalid") == ""
-
-
-def test_a_name_that_means_loopback_here_alone_means_the_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = socket.getaddrinfo("127.0.1.1", 9, type=socket.SOCK_DGRAM)
-    way_out = own_address_towards("192.0.2.1")
-    resolve = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda host, *args, **options: (
-            found if host == "node0" else resolve(host, *args, **options)
-        ),
-    )
-    assert own_address_towards("node0") == (way_out or "127.0.0.1")

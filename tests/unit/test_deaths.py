@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from torchweft import deaths
+from torchweft.deaths import FACT, VARIABLE, cause_of, leave_note, own_facts
 from torchweft.engine.protocol.registration import Registration
-from torchweft.engine.worker import deaths
-from torchweft.engine.worker.deaths import FACT, VARIABLE, cause_of, leave_note, own_facts
 from torchweft.engine.worker.peers import Peer
 
 LIMIT_S = 10.0

@@ -1,11 +1,13 @@
 """Notes about how a worker ended: the signal that killed it, or its exit code.
 
+A note is a text file, named after the process. It ends a sentence that begins with the worker:
+"was killed by SIGKILL". Readers take its first 200 characters.
+
 Other workers notice only that a connection has ended. The parent process alone learns the cause, a
-moment later. The parent writes a note, named after the process, into a folder of the launcher. A
-worker that declares a worker of the same launcher lost looks for the note. If the process still
-runs, it waits for a few milliseconds. If the process has ended, it waits longer: the note will
-come, but the parent may have to wait for a core. Each worker names its own note in its
-registration.
+moment later. The parent writes the note into a folder of the launcher. A worker that declares a
+worker of the same launcher lost looks for the note. If the process still runs, it waits for a few
+milliseconds. If the process has ended, it waits longer: the note will come, but the parent may have
+to wait for a core. Each worker names its own note in its registration.
 """
 
 from __future__ import annotations
