@@ -43,6 +43,7 @@ from torchweft.optim.distributed import Failure, run_on_owners
 from torchweft.reports import Report, Wait
 from torchweft.rpc import serving
 from torchweft.rpc.calls import Future, ignore_errors, open_calls, start
+from torchweft.rpc.joining import join_group, leave_group
 from torchweft.rpc.node import current_node
 from torchweft.rpc.observed import find_devices, on_worker_lost, route_to
 from torchweft.rpc.observed import tell as tell_numbers
@@ -82,7 +83,9 @@ __all__ = [
     "ignore_errors",
     "is_open_group",
     "is_worker",
+    "join_group",
     "launched_place",
+    "leave_group",
     "log_exception",
     "may_take_long",
     "on_leave",

@@ -42,7 +42,7 @@ import pytest
 
 from torchweft.engine.worker import current
 from torchweft.errors import ConfigurationError, LaunchError, NotInitialized, WorkerLost
-from torchweft.launch import Cluster, Nursery, cluster
+from torchweft.launch import Cluster, Nursery, cluster, clusters
 from torchweft.launch.nursery import WARM_MODULES
 from torchweft.rpc import WorkerState, health, on_worker_lost, rpc_sync
 from torchweft.rpc.worker import current_worker
@@ -132,8 +132,10 @@ def weft_groups(weft_nursery: Nursery) -> Iterator[Groups]:
     """Makes the groups of the session."""
     with contextlib.closing(Groups(weft_nursery)) as groups:
         current.when_in_the_way(groups.make_way)
+        clusters.when_in_the_way.append(groups.make_way)
         yield groups
         current.when_in_the_way(None)
+        clusters.when_in_the_way.remove(groups.make_way)
 
 
 @pytest.fixture

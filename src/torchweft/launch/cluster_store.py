@@ -1,10 +1,11 @@
-"""The stores in which the workers of a cluster meet, and how a worker finds that of its cluster.
+"""The stores in which the workers of a cluster meet, and who has joined.
 
 On one host, the store is a file in a private directory; on several, a TCP store in the caller.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +15,8 @@ from urllib.parse import urlsplit
 # PyTorch's own types leave these out, as a build may lack them.
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from torchweft.errors import LaunchError
+from torchweft import extending
+from torchweft.errors import CallTimeout, LaunchError, UnknownWorker, WorkerLost
 from torchweft.probe import own_address_towards
 from torchweft.secret import Secret
 
@@ -23,6 +25,31 @@ if TYPE_CHECKING:
 
 WATCH_S = 0.05
 """Seconds between checks whether a wait still makes sense."""
+
+joined = threading.Event()
+"""Is set once all workers that were present know this one, which serves calls before."""
+
+
+@extending.remotely_callable
+def has_joined() -> bool:
+    """Returns whether all workers that were present know this worker, one of a cluster."""
+    return joined.is_set()
+
+
+def is_present(name: str, timeout_s: float) -> bool:
+    """Whether this process and the other workers know a worker of a cluster, which lives. Blocks.
+
+    Args:
+        name: The worker's name.
+        timeout_s: Seconds that it has to answer.
+    """
+    try:
+        worker = extending.find_worker(name)
+        if worker.lost is not None:
+            return False
+        return bool(extending.start_call(worker, has_joined, timeout=timeout_s).wait())
+    except (CallTimeout, UnknownWorker, WorkerLost):
+        return False  # It has not come, has ended, or is stopped.
 
 
 class ClusterStore(Store):

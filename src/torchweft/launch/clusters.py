@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import logging
 import math
 import os
 import shutil
@@ -24,16 +25,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn
 
 from torchweft import deaths, knobs
 from torchweft.errors import (
+    AlreadyInitialized,
     CallTimeout,
     LaunchError,
+    NotInitialized,
     RendezvousError,
     RendezvousTimeout,
     SerializationError,
     ShutdownError,
+    UnknownWorker,
     WeftError,
     WorkerLost,
 )
@@ -49,13 +54,13 @@ from torchweft.launch.report import (
     describe_worker,
 )
 from torchweft.launch.restarts import WORKER, RestartPlan, RestartPolicy
+from torchweft.launch.signals import stacks_signal
 from torchweft.launch.supervisor import Supervisor
 from torchweft.launch.terms import Terms
 from torchweft.launch.worker import WorkerExit, WorkerSpec, compute_environment, worker_seed
 from torchweft.patching import check_unpatched
 
 if TYPE_CHECKING:
-    from torchweft.engine.threads.reports import Lacking
     from torchweft.rpc import RpcBackendOptions, WorkerStacks
 
 STOP_LADDER: Ladder = [(signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
@@ -84,6 +89,16 @@ SAY_S = 5.0
 ANSWER_S = 4.0
 """Seconds that a worker has to report what it is doing: it may compute, on a busy host."""
 
+_ASKED_AT_ONCE = 32
+"""Workers that are asked at the same time what they are doing."""
+
+Lacking = Callable[[], tuple[str, tuple[str, ...]]]
+"""Returns what a shutdown lacks, as text, and the names of the workers that it waits for."""
+
+_log = logging.getLogger("torchweft")
+
+when_in_the_way: list[Callable[[], object]] = []
+"""Functions that are called before a cluster starts, and may have this process leave its group."""
 
 _left: set[Cluster] = set()
 """Clusters whose group the caller has left, but that are not closed; the next one ends them."""
@@ -108,6 +123,7 @@ class Cluster:
         self.name = terms.name
         self._terms = terms
         self._is_open = terms.restarts != 0
+        self._world_size = None if self._is_open else len(self.names) + 1
         self._nursery: WorkerSource | None = None
         self._console = session_console()
         self._policy = RestartPolicy(terms.restarts, WORKER)
@@ -174,10 +190,10 @@ class Cluster:
         """
         if self._supervisor is not None:
             raise LaunchError("this cluster is running already; make another one, or close it")
-        _check_unset()
+        _check_free()
         for left in list(_left):
             left.abandon()
-        if self._terms.options is not None:  # Otherwise torch is loaded later, see _check_unset.
+        if self._terms.options is not None:  # Otherwise torch is loaded later, see _check_free.
             check_options(self._plain_options())
         self._check_scrapes()
         self._reset()
@@ -189,8 +205,6 @@ class Cluster:
             here = "" if self._scrapes is None else str(self._scrapes.address)
             with knobs.METRICS.override(here):
                 self._join()
-            self._has_joined = True
-            self._watch_leaving()
             self._await_pids()
         except BaseException as error:
             failure = self._failure() or self._unfinished_setup(error)
@@ -213,16 +227,22 @@ class Cluster:
             LaunchError: It will not join any more.
             RendezvousTimeout: It did not join in time.
         """
-        from torchweft.engine.threads.reports import Notice
+        from torchweft.launch.cluster_store import is_present
 
-        deadline_s = time.monotonic() + timeout_s
-        notice = Notice("the cluster", lambda: f"for worker {name!r} to join")
-        while not (_has_joined(name, deadline_s) and name in self.pids):
-            notice.look()
+        began_s = time.monotonic()
+        notice_s = knobs.WAIT_NOTICE_S.get() or math.inf
+        while True:
+            left_s = max(began_s + timeout_s - time.monotonic(), WATCH_S)
+            if is_present(name, left_s) and name in self.pids:
+                return
             failure = self._failure()
             if failure is not None:
                 raise failure
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= notice_s:
+                notice_s = math.inf
+                _log.warning("the cluster has waited %.0f s for worker %r to join", waited_s, name)
+            if waited_s > timeout_s:
                 raise RendezvousTimeout(
                     f"worker {name!r} did not join within {timeout_s:.1f} s", elapsed_s=timeout_s
                 )
@@ -291,8 +311,9 @@ class Cluster:
             return
         from torchweft.launch.cluster_store import file_store
 
-        size = len(self.names) + 1
-        options.store = self._store = file_store(self._rendezvous(), size, self._failure)
+        options.store = self._store = file_store(
+            self._rendezvous(), len(self.names) + 1, self._failure
+        )
 
     # Starting
 
@@ -313,7 +334,7 @@ class Cluster:
         job = serve_job(
             name,
             rank,
-            None if self._is_open else len(self.names) + 1,
+            self._world_size,
             options=self._plain_options(),
             rendezvous=self._rendezvous(),
             seed=worker_seed(self._terms.seed, name),
@@ -341,26 +362,19 @@ class Cluster:
         return options
 
     def _join(self) -> None:
-        from torchweft import rpc
-        from torchweft.rpc.joining import join_group
+        from torchweft import extending
 
         options = self._plain_options()
         options.check()
         self._meet(options)
-        if not self._is_open:
-            size = len(self.names) + 1
-            rpc.init_rpc(self.name, rank=0, world_size=size, rpc_backend_options=options)
-            return
         deadline_s = time.monotonic() + options.init_timeout
-        join_group(self.name, 0, None, options)
+        extending.join_group(self.name, 0, self._world_size, options)
         self._has_joined = True  # from here on there is a group to leave
+        extending.on_leave(self._on_left)
+        if not self._is_open:
+            return
         for name in self.names:
             self.wait_for(name, max(deadline_s - time.monotonic(), 0.0))
-
-    def _watch_leaving(self) -> None:
-        from torchweft.rpc.node import current_node
-
-        current_node().on_end[self] = self._on_left
 
     def _on_left(self) -> None:
         """Called when the caller leaves the group, also by ``shutdown()``: its workers may end."""
@@ -487,12 +501,13 @@ class Cluster:
 
     def _leave_group(self, watch: LeaveWatch) -> ShutdownError | None:
         """Leaves the group; returns the error, if any."""
-        from torchweft.rpc.joining import leave
+        from torchweft import extending
 
         if not self._has_joined:
             return None
+        limit_s = 0.0 if math.isinf(watch.limit_s) else watch.limit_s
         try:
-            leave(0.0 if math.isinf(watch.limit_s) else watch.limit_s, watch.following)
+            extending.leave_group(limit_s, watch.following)
         except ShutdownError as error:
             if watch.stuck:
                 return self._stuck(watch)
@@ -516,7 +531,7 @@ class Cluster:
 
     def _dump_stacks(self, names: Sequence[str]) -> None:
         """Signals workers that do not answer otherwise to write their stacks to standard error."""
-        number = vars(signal).get(knobs.STACKS_SIGNAL.get())
+        number = stacks_signal()
         if number is None or not names or self._supervisor is None:
             return
         self._say(f"the stacks of {', '.join(map(repr, names))}:")
@@ -585,7 +600,7 @@ class LeaveWatch:
         self.stuck: dict[str, WorkerStacks | None] = {}
 
     @contextlib.contextmanager
-    def following(self, lacking: Callable[[], Lacking]) -> Iterator[None]:
+    def following(self, lacking: Lacking) -> Iterator[None]:
         """Reports at intervals, within the ``with`` block, the workers that it waits for."""
         is_over = threading.Event()
         thread = threading.Thread(
@@ -595,7 +610,7 @@ class LeaveWatch:
         try:
             yield
             if time.monotonic() >= self.deadline_s:
-                self.stuck = _doings(lacking())
+                self.stuck = _doings(lacking()[1])
         finally:
             is_over.set()
             thread.join()
@@ -609,34 +624,44 @@ class LeaveWatch:
         waited_s = time.monotonic() - self._began_s
         self._say(f"still leaving the cluster after {describe_duration(waited_s)}: {for_whom}")
 
-    def _say_again(self, is_over: threading.Event, lacking: Callable[[], Lacking]) -> None:
+    def _say_again(self, is_over: threading.Event, lacking: Lacking) -> None:
         while not is_over.wait(SAY_S):
-            now = lacking()
-            doings = _doings(now)
+            text, workers = lacking()
+            doings = _doings(workers)
             if is_over.is_set():
                 return
-            self.say_waiting(_doings_text(doings) or now.text)
+            self.say_waiting(_doings_text(doings) or text)
 
 
-def _doings(lacking: Lacking) -> dict[str, WorkerStacks | None]:
+def _doings(awaited: Sequence[str]) -> dict[str, WorkerStacks | None]:
     """Returns what the workers are doing that hold up the shutdown.
 
-    A lacking worker that answers and serves no call only waits for another worker, so it is not
-    to blame. If no lacking worker is to blame, all workers are asked.
+    An awaited worker that answers and serves no call only waits for another worker, so it is not
+    to blame. If no awaited worker is to blame, all workers are asked.
     """
-    from torchweft.engine.worker.current import current
-    from torchweft.rpc.observed import ask_all
-    from torchweft.rpc.worker import WORKER as OWN_WORKER
+    from torchweft import extending
 
-    agent = current()
     told: dict[str, WorkerStacks | None] = {}
-    for peers in ([agent.find(name) for name in lacking.workers], agent.members.present()):
-        missing = [peer for peer in peers if peer.name not in told]
-        told |= ask_all(agent.slots[OWN_WORKER], missing, ANSWER_S)
+    for names in (awaited, [each.name for each in extending.present_workers()]):
+        told |= _asked([name for name in names if name not in told])
         to_blame = {name: doing for name, doing in told.items() if doing is None or doing.calls}
         if to_blame:
             return to_blame
-    return {name: told[name] for name in lacking.workers}
+    return {name: told[name] for name in awaited}
+
+
+def _asked(names: Sequence[str]) -> dict[str, WorkerStacks | None]:
+    """Asks workers at the same time what they are doing; None for those that do not answer."""
+    from torchweft import rpc
+
+    def asked(name: str) -> WorkerStacks | None:
+        try:
+            return rpc.stacks(name, ANSWER_S)
+        except (CallTimeout, NotInitialized, UnknownWorker, WorkerLost):
+            return None
+
+    with ThreadPoolExecutor(_ASKED_AT_ONCE, "weft-cluster-asking") as pool:
+        return dict(zip(names, pool.map(asked, names), strict=True))
 
 
 def _doings_text(doings: dict[str, WorkerStacks | None]) -> str:
@@ -667,22 +692,6 @@ def shipped(function: Callable[[], object]) -> bytes:
         ) from error
 
 
-def _has_joined(name: str, deadline_s: float) -> bool:
-    """Whether this process and the other workers know a worker, which lives."""
-    from torchweft.engine.worker import current
-    from torchweft.rpc.calls import has_joined
-    from torchweft.rpc.worker import current_worker
-
-    for peer in current.current().members.present():
-        if peer.name == name and peer.lost is None:
-            left_s = max(deadline_s - time.monotonic(), WATCH_S)
-            try:
-                return has_joined(current_worker(), peer, left_s)
-            except (WorkerLost, CallTimeout):
-                return False  # It has ended meanwhile, or is stopped.
-    return False
-
-
 def _leave_at_once() -> None:
     from torchweft import rpc
 
@@ -690,9 +699,18 @@ def _leave_at_once() -> None:
         rpc.shutdown(graceful=False)
 
 
-def _check_unset() -> None:
+def _check_free() -> None:
+    """Raises AlreadyInitialized where this process is a worker, which no cluster can be around."""
     check_unpatched()
+    for make_way in when_in_the_way:
+        make_way()
     # Not imported here: the caller loads torch while the workers do, not before them.
-    current = sys.modules.get("torchweft.engine.worker.current")
-    if current is not None:
-        current.check_unset()
+    if "torchweft.rpc" not in sys.modules:
+        return
+    from torchweft import extending
+
+    if extending.is_worker():
+        raise AlreadyInitialized(
+            f"RPC is already initialized: this process is worker {extending.this_worker().name!r}; "
+            "call torchweft.shutdown() before it starts a cluster"
+        )

@@ -15,6 +15,8 @@ from __future__ import annotations
 import atexit
 import base64
 import contextlib
+import faulthandler
+import io
 import logging
 import os
 import pickle
@@ -22,20 +24,25 @@ import runpy
 import signal
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchweft import standard_streams
-from torchweft.errors import ConfigurationError, RendezvousTimeout, ShutdownError
-from torchweft.launch.signals import AwaitedSignal
+from torchweft.errors import ConfigurationError, RemoteError, RendezvousTimeout, ShutdownError
+from torchweft.launch.signals import AwaitedSignal, stacks_signal
 from torchweft.launch.worker import seed_generators
 
 if TYPE_CHECKING:
     from torchweft.rpc import RpcBackendOptions
 
 Job = dict[str, object]
+
+_MAIN_MODULES = ("__main__", "__mp_main__")
+_STANDARD_ERROR = 2
 
 
 def program_job(arguments: Sequence[str]) -> Job:
@@ -105,28 +112,46 @@ def check_options(options: RpcBackendOptions) -> None:
         ConfigurationError: A value is invalid, or is defined in the main program, which the workers
             do not run.
     """
-    from torchweft.engine.codec.functions import MAIN_MODULES, describe
+    from torchweft import extending
 
     options.check()
     given = [("callables", each) for each in options.callables]
     for name, each in [*given, ("reference_type", options.reference_type)]:
-        if getattr(each, "__module__", None) in MAIN_MODULES:
+        if getattr(each, "__module__", None) in _MAIN_MODULES:
             raise ConfigurationError(
-                f"{name} has {describe(each)}, which is defined in the main program; workers of a "
-                "cluster do not run that program: define it in a module, and import it from there"
+                f"{name} has {extending.function_name(each)}, which is defined in the main "
+                "program; workers of a cluster do not run that program: define it in a module, and "
+                "import it from there"
             )
 
 
 def setup_error(report: str) -> BaseException | None:
     """Returns the error that a worker's preparation reported in a file, if any."""
     try:
-        with open(report, "rb") as file:
-            content = file.read()
+        file = io.BytesIO(Path(report).read_bytes())
     except FileNotFoundError:
         return None
-    from torchweft.engine.codec.exceptions import unpack_error
+    told: RemoteError = pickle.load(file)
+    try:
+        error: Exception = pickle.load(file)
+    except Exception:  # It was not written, or cannot be made here.
+        return told
+    error.__cause__ = told
+    return error
 
-    return unpack_error(content)
+
+def report_error(report: str, error: BaseException, worker: str) -> None:
+    """Writes how a worker's preparation failed, as text and as itself, for ``setup_error``."""
+    import cloudpickle
+
+    text = traceback.format_exception_only(error)[-1] + "".join(traceback.format_exception(error))
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    with open(report, "wb") as file:
+        pickle.dump(RemoteError(text, type_name=kind, worker=worker), file)
+        # Others, such as SystemExit, would end the caller.
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):  # an attribute that cannot be pickled
+                file.write(cloudpickle.dumps(error))
 
 
 def run_job(job: Job, own_path: Sequence[str]) -> None:
@@ -172,29 +197,25 @@ def _serve(job: dict[str, Any], own_path: Sequence[str]) -> None:
     is_open = job["world_size"] is None
     end = AwaitedSignal(signal.SIGTERM) if is_open else None
     options = _prepare_to_serve(job)
-    from torchweft import rpc
-    from torchweft.launch.cluster_store import meet
-    from torchweft.rpc.joining import join_group, leave
+    from torchweft import extending, rpc
+    from torchweft.launch import cluster_store
 
-    meet(options, job["rendezvous"], job["world_size"])
+    cluster_store.meet(options, job["rendezvous"], job["world_size"])
+    try:
+        extending.join_group(job["name"], job["rank"], job["world_size"], options)
+    except RendezvousTimeout:
+        if is_open:
+            raise
+        sys.exit(1)  # The caller has rank 0, and reports the missing workers.
+    cluster_store.joined.set()
     if end is not None:
-        join_group(job["name"], job["rank"], None, options)
         end.wait()
         rpc.shutdown()
         _end_at_once()
-    try:
-        rpc.init_rpc(
-            job["name"],
-            rank=job["rank"],
-            world_size=job["world_size"],
-            rpc_backend_options=options,
-        )
-    except RendezvousTimeout:  # The caller has rank 0, and reports the missing workers.
-        sys.exit(1)
     # The worker serves meanwhile, for as long as the caller wants, so the wait is not reported.
     # The caller leads the shutdown, and reports lost workers.
     with contextlib.suppress(ShutdownError):
-        leave(0.0, contextlib.nullcontext)
+        extending.leave_group(0.0, contextlib.nullcontext)
     _end_at_once()
 
 
@@ -204,9 +225,8 @@ def _prepare_to_serve(job: dict[str, Any]) -> RpcBackendOptions:
     sys.modules["__main__"] = types.ModuleType("__main__")
     options: RpcBackendOptions = pickle.loads(base64.b64decode(job["options"]))
     _refresh_after_fork(job)  # torch is loaded now, even if the nursery had not imported it
-    from torchweft.rpc.observed import write_stacks_on_signal
-
-    write_stacks_on_signal()
+    if (number := stacks_signal()) is not None:  # Joining does this too, but after the setup.
+        faulthandler.register(number, file=_STANDARD_ERROR, all_threads=True, chain=False)
     _furnish(job)
     return options
 
@@ -222,10 +242,7 @@ def _furnish(job: dict[str, Any]) -> None:
         if job["setup"] is not None:
             pickle.loads(base64.b64decode(job["setup"]))()
     except BaseException as error:
-        from torchweft.engine.codec.exceptions import pack_error
-
-        with open(job["report"], "wb") as file:
-            file.write(pack_error(error, job["name"], main_by_name=False))
+        report_error(job["report"], error, job["name"])
         sys.exit(1)
 
 
@@ -301,9 +318,6 @@ _STYLES: dict[type[logging.PercentStyle], str] = {
 
 def logging_here() -> Configuration:
     """Returns this process's logging configuration, for ``configure``."""
-    from torchweft.engine.threads import reports
-
-    reports.install()
     loggers = logging.root.manager.loggerDict
     named = {name: each for name, each in loggers.items() if isinstance(each, logging.Logger)}
     own = {name: each.level for name, each in named.items() if not _is_of_torch(name)}
@@ -316,9 +330,6 @@ def logging_here() -> Configuration:
 
 def configure(configuration: Configuration) -> None:
     """Applies a configuration from ``logging_here`` to this process, a worker."""
-    from torchweft.engine.threads import reports
-
-    reports.install()
     logging.disable(configuration["disabled"])
     for name, level in configuration["levels"].items():
         logging.getLogger(name or None).setLevel(level)

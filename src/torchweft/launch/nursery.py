@@ -34,7 +34,7 @@ from torchweft.launch.control import READ_BYTES, ControlSocket, Ladder, Message
 from torchweft.launch.report import describe_exit
 from torchweft.launch.worker import WorkerSpec, compute_environment
 
-WARM_MODULES = ("torch", "torchweft.rpc")
+WARM_MODULES = ("torch", "torchweft.rpc", "torchweft.extending")
 """Modules that workers need and that take long to import."""
 
 END_LIMIT_S = 6.0

@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from torchweft import knobs
+
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def stacks_signal() -> int | None:
+    """Returns the signal on which a worker writes its stacks; None if there is none."""
+    number: int | None = vars(signal).get(knobs.STACKS_SIGNAL.get())
+    return number
 
 
 @contextmanager

@@ -56,7 +56,6 @@ Destination = str | int | WorkerInfo
 FETCH = b"torchweft.rpc.serving:fetch"
 CALL_METHOD = b"torchweft.rpc.serving:call_method"
 BACKWARD_FROM = b"torchweft.rpc.serving:backward_from"
-HAS_JOINED = b"torchweft.rpc.serving:has_joined"
 
 
 def use(
@@ -92,12 +91,6 @@ def use(
     if way == "async":
         result.kept = reference  # until it is answered
     return result
-
-
-def has_joined(worker: Worker, peer: Peer, timeout: float) -> bool:
-    """Returns whether all workers know ``peer`` that were present when it came. Blocks."""
-    known: bool = call_and_wait(worker, peer, HAS_JOINED, (), {}, timeout)
-    return known
 
 
 def reach(to: Destination) -> tuple[Agent, Peer]:

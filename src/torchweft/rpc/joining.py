@@ -146,6 +146,7 @@ def init_rpc(
     join_group(name, rank, world_size, options, place)
 
 
+@without_own_frames
 def join_group(
     name: str | None,
     rank: int,
@@ -153,10 +154,18 @@ def join_group(
     options: RpcBackendOptions,
     place: Placement | None = None,
 ) -> None:
-    """Makes this process a worker of a closed group, or, without a ``world_size``, an open one.
+    """Makes this process a worker of a group whose size is given: for what starts workers itself.
 
-    Like ``init_rpc``, but takes only a name and a store from the environment. The workers meet at
-    the address of ``place`` if nothing else names one.
+    Like ``init_rpc``, whose errors it raises, but no launcher that the environment names counts.
+    Only a name and a store that are not given are taken from there. Blocks until all workers have
+    joined, or in an open group until those that are present know this one.
+
+    Args:
+        name: Name of this worker; by default as for ``init_rpc``.
+        rank: Its rank.
+        world_size: Number of workers; None for an open group.
+        options: Its options, which should name a meeting place: a store or an init method.
+        place: Where the workers meet if nothing else names a place; by default ``env://``.
     """
     global _store_of_failure
     knobs.check_environment()
@@ -186,7 +195,6 @@ def join_group(
             _store_of_failure = store
         raise
     _store_of_failure = None
-    current_node().agent.lifetime.has_joined = True
     if metrics is not None:
         url = metrics.serve().url
         _log.info("worker %r serves its metrics at %s", name, url)
@@ -234,17 +242,19 @@ def shutdown(
     if error is not None:
         _leave_failed(error)
     elif graceful:
-        leave(timeout)
+        leave_group(timeout)
     else:
         current_node().end(farewell="it left by shutdown(graceful=False)")
 
 
-def leave(timeout: float, follow: Following | None = None) -> None:
-    """Leaves the group gracefully, as ``shutdown`` does; this process is a worker.
+def leave_group(timeout: float, follow: Following | None = None) -> None:
+    """Leaves the group gracefully, as ``shutdown`` does, and has the wait followed.
 
     Args:
         timeout: Seconds to wait at most; 0 for no limit.
-        follow: Follows the wait; by default a long wait is logged.
+        follow: Returns the ``with`` block in which this worker waits, and which may still make
+            calls at its end. It gets a function that returns what the shutdown lacks, as text, and
+            the names of the workers that it waits for. By default a long wait is logged.
 
     Raises:
         ShutdownError: The shutdown was incomplete; names the missing workers and the reason.

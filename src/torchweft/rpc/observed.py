@@ -10,7 +10,6 @@ code holds the interpreter lock, a signal still works: its handler walks the sta
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import faulthandler
 import linecache
@@ -51,7 +50,6 @@ from torchweft.engine.worker.peers import Peer
 from torchweft.errors import (
     CallTimeout,
     ConfigurationError,
-    NotInitialized,
     WorkerLost,
 )
 from torchweft.free_threading import shared_count
@@ -241,26 +239,6 @@ def ask(worker: Worker, peer: Peer, timeout_s: float) -> WorkerStacks:
             call=NAME,
             elapsed_s=call.elapsed_s,
         ) from None
-
-
-def ask_all(
-    worker: Worker, peers: Iterable[Peer], timeout_s: float
-) -> dict[str, WorkerStacks | None]:
-    """Returns the reports of workers by name; None for a worker that does not answer."""
-    told: dict[str, WorkerStacks | None] = {}
-    calls: list[PendingCall] = []
-    for peer in peers:
-        told[peer.name] = stacks_of(worker) if peer.is_self else None
-        call = PendingCall(peer.id, peer.name, NAME, timeout_s)
-        with contextlib.suppress(CallTimeout, WorkerLost, NotInitialized):
-            if not peer.is_self:
-                worker.agent.calls.ask(peer, call, SimpleRequest(_request))
-                calls.append(call)
-    for call in calls:
-        worker.agent.calls.wait(call)
-        with contextlib.suppress(CallTimeout, WorkerLost, NotInitialized):
-            told[call.worker_name] = worker.result_of(call)
-    return told
 
 
 def _request(number: int) -> list[Buffer]:

@@ -404,15 +404,6 @@ def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
 
 
 @remotely_callable
-def has_joined() -> bool:
-    """Returns whether all workers that were present know this worker.
-
-    It serves calls before: the first to know it need not wait for the others.
-    """
-    return current_worker().agent.lifetime.has_joined
-
-
-@remotely_callable
 def fetch(creator: int, owner: int, number: int, kept: object) -> WhenReady:
     """Returns the value behind a reference."""
     return WhenReady(owned((creator, owner, number)), lambda value: (fetch, value), kept)

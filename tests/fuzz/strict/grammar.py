@@ -326,6 +326,7 @@ class Grammar:
             ),
             "local:save": lambda: (optimizer, self._changes()),
             "local:step": lambda: (optimizer, self._context_id(), self._changes()),
+            "cluster_store:has_joined": lambda: (),
             "collective:bring": lambda: (
                 key,
                 self.value(1),
@@ -349,7 +350,6 @@ class Grammar:
                 *chance.choice(((), (1,), (self.value(1),))),
             ),
             "serving:fetch": lambda: (*self._address(chance.randrange(_VALUES)), None),
-            "serving:has_joined": lambda: (),
             "streams:begin": lambda: chance.choice(
                 (
                     (chance.randrange(4), self._function(), (self.value(1),), {}),

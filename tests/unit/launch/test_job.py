@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from torchweft import rpc
-from torchweft.errors import ConfigurationError
-from torchweft.launch.job import check_options, configure, logging_here
+from torchweft.errors import ConfigurationError, RemoteError
+from torchweft.launch.job import (
+    check_options,
+    configure,
+    logging_here,
+    report_error,
+    setup_error,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +129,26 @@ def test_options_of_the_main_program_are_refused_before_workers_start() -> None:
         with pytest.raises(ConfigurationError, match="which is defined in the main program"):
             check_options(rpc.RpcBackendOptions(**given))  # type: ignore[arg-type]
     check_options(rpc.RpcBackendOptions(callables=(len, pytest.raises), strict=True))
+
+
+class Picky(Exception):
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+
+
+@pytest.mark.parametrize("error", [KeyError("none"), Picky(3, "none"), SystemExit("none")])
+def test_the_error_of_a_setup_reaches_the_caller_with_its_traceback(
+    error: BaseException, tmp_path: Path
+) -> None:
+    report = str(tmp_path / "report")
+    assert setup_error(report) is None
+    try:
+        raise error
+    except BaseException as raised:
+        report_error(report, raised, "worker1")
+    found = setup_error(report)
+    told = found if isinstance(found, RemoteError) else getattr(found, "__cause__", None)
+    assert isinstance(told, RemoteError)
+    assert "in test_the_error_of_a_setup" in str(told)
+    assert (told.worker, told.type_name.rpartition(".")[2]) == ("worker1", type(error).__name__)
+    assert isinstance(found, KeyError if isinstance(error, KeyError) else RemoteError)

@@ -85,6 +85,7 @@ class Mark:
 
 
 remotely_callable = Mark(
+    "torchweft.launch.cluster_store",
     "torchweft.mapreduce.shared",
     "torchweft.nn.owner",
     "torchweft.optim.clipping",

@@ -5,9 +5,10 @@ nothing for that: it registers where its open waits are found, and the timer thr
 them. Before that thread exists, while the workers of a group find each other, the waiting loop asks
 a ``Notice``.
 
-Each log record, also of the program, has the worker and the call during which it was made. Formats
-use ``%(weft_worker)s`` and ``%(weft_call)s``. Both are empty where there is none. Only the
-making of a record costs anything: the call is in a context variable anyway.
+Each log record, also of the program, has the worker and the call during which it was made, from the
+import of this module on. Formats use ``%(weft_worker)s`` and ``%(weft_call)s``. Both are empty
+where there is none. Only the making of a record costs anything: the call is in a context variable
+anyway.
 """
 
 from __future__ import annotations
@@ -263,6 +264,8 @@ class _Factory:
         record.weft_worker, record.weft_call = origin()
         return record
 
+
+install()
 
 KEPT = 200
 

@@ -26,13 +26,12 @@ _MOST_HELD = 64
 
 
 class Lifetime:
-    """The step by which one worker has joined, and the two by which it ends; none is undone.
+    """The steps by which one worker ends; none is undone.
 
     Args:
         name: The worker's name.
 
     Attributes:
-        has_joined: Whether all workers that were present know this worker.
         is_leaving: Whether the group is leaving, so that the end of a connection is not a loss.
         is_closed: Whether the worker has shut down.
         has_failed: Whether its program has failed and told the others, which end because of that.
@@ -40,7 +39,6 @@ class Lifetime:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.has_joined = False
         self.is_leaving = False
         self.is_closed = False
         self.has_failed = False
