@@ -276,7 +276,7 @@ def test_a_signal_to_a_worker_is_sent_where_it_runs() -> None:
             "event": "ended",
             "key": "b",
             "exit_code": -signal.SIGUSR1,
-            "is_far": True,
+            "is_memory_kill": None,
         }
         followed.nurseries.signal(["b"], signal.SIGUSR1)  # It has ended; nothing happens.
         assert is_running(followed.pids["a"])

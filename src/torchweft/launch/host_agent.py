@@ -211,7 +211,7 @@ class _Agent:
         for event in events:
             if event["event"] == "output":
                 self._tell({**event, "data": base64.b64encode(event["data"]).decode()})
-            elif event["event"] != "ready":
+            else:
                 self._tell(event)
 
 

@@ -383,7 +383,7 @@ class HostConnection:
         elif kind == "signal":
             self._events.put({**message, "host": self.host.name})
         elif kind != "alive":
-            self._events.put({**message, "is_far": True})
+            self._events.put(message)
         return ""
 
     def _why_ended(self, reason: str) -> str:
@@ -578,7 +578,7 @@ class HostNurseries:
         no_more: Message = {"event": "output", "data": b""}
         ending: Message = {"event": "ended", "exit_code": -signal.SIGKILL, "loss": str(error)}
         streams = [{**no_more, "key": key, "stream": each} for key in keys for each in _STREAMS]
-        return [*streams, *({**ending, "key": key, "is_far": True} for key in keys)]
+        return [*streams, *({**ending, "key": key} for key in keys)]
 
 
 _STREAMS = ("out", "err")

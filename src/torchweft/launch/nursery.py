@@ -8,7 +8,7 @@ event        fields, beside the ``key`` that the worker was started with
 ``started``  ``pid``
 ``failed``   ``reason``: the worker cannot be started
 ``output``   ``stream``: ``out`` or ``err``; ``data``: bytes, empty at the end of the stream
-``ended``    ``exit_code``; ``is_far`` and ``loss`` for a worker of another host
+``ended``    ``exit_code``; ``is_memory_kill``, which may be None; or ``loss`` of its host
 ===========  ===========================================================================
 
 The output that a worker has written comes before the news of its end. Processes that it leaves

@@ -251,21 +251,15 @@ class _Nursery:
                     self._worker_ended(groups[pid], os.waitstatus_to_exitcode(status))
 
     def _worker_ended(self, group: _Group, exit_code: int) -> None:
+        is_killed = exit_code == -signal.SIGKILL
+        is_memory_kill = self._memory_kills.take_one() if is_killed else None
         # First: the workers that were connected to it are looking for the note right now.
-        leave_note(group.notes, group.pid, self._ending_of(group, exit_code))
+        leave_note(group.notes, group.pid, _ending_of(group, exit_code, is_memory_kill))
         group.has_ended = True
         group.ladder = list(LEFTOVER_LADDER)
         group.next_signal_s = 0.0
-        self._tell({"event": "ended", "key": group.key, "exit_code": exit_code})
-
-    def _ending_of(self, group: _Group, exit_code: int) -> str:
-        """Describes how a worker ended, for the other workers."""
-        if group.ladder or group.was_told:
-            return "was ended by the launcher"
-        if exit_code == 0:
-            return "ended with exit code 0 and had not called shutdown()"
-        is_killed = exit_code == -signal.SIGKILL
-        return describe_exit(exit_code, self._memory_kills.take_one() if is_killed else None)
+        ended: Message = {"event": "ended", "key": group.key, "exit_code": exit_code}
+        self._tell({**ended, "is_memory_kill": is_memory_kill})
 
     def _tell(self, event: Message) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone, which the loop will see
@@ -298,6 +292,15 @@ class _Nursery:
         raise _Forked(request["job"])
 
 
+def _ending_of(group: _Group, exit_code: int, is_memory_kill: bool | None) -> str:
+    """Describes how a worker ended, for the other workers."""
+    if group.ladder or group.was_told:
+        return "was ended by the launcher"
+    if exit_code == 0:
+        return "ended with exit code 0 and had not called shutdown()"
+    return describe_exit(exit_code, is_memory_kill)
+
+
 def main(own_path: Sequence[str]) -> None:
     """Runs a nursery, and the job of every worker that it forks.
 
@@ -309,9 +312,7 @@ def main(own_path: Sequence[str]) -> None:
     control = ControlSocket(socket.socket(fileno=connection))
     try:
         _preload(preload)
-        nursery = _Nursery(control, launcher_pid)
-        control.send({"event": "ready"})
-        nursery.run()
+        _Nursery(control, launcher_pid).run()
     except _Forked as forked:
         job = forked.job
     except ConnectionError:

@@ -15,7 +15,7 @@ from torchweft.errors import LaunchError
 from torchweft.launch.console import Console, Label, LineAssembler
 from torchweft.launch.control import Ladder, Message
 from torchweft.launch.nursery import WorkerSource
-from torchweft.launch.report import ErrorTail, MemoryKills, failure_report
+from torchweft.launch.report import ErrorTail, failure_report
 from torchweft.launch.worker import WorkerExit, WorkerSpec
 
 KILL_LADDER: Ladder = [(signal.SIGKILL, 0.5)]
@@ -82,7 +82,6 @@ class Supervisor:
         self._console = console
         self._on_exit = on_exit
         self._on_start = on_start
-        self._memory_kills = MemoryKills()
         width = max(len(worker.name) for worker in workers)
         self._workers: dict[str, _Worker] = {}
         self._latest: dict[str, _Worker] = {}
@@ -267,8 +266,6 @@ class Supervisor:
             self._starting -= 1
         now_s = time.monotonic()
         self._drain_until_s = None if self._running else now_s + DRAIN_LIMIT_S
-        # The counters of this host say nothing about a worker of another one.
-        is_killed = event["exit_code"] == -signal.SIGKILL and not event.get("is_far")
         self._on_exit(
             WorkerExit(
                 worker.spec.name,
@@ -277,7 +274,7 @@ class Supervisor:
                 event["exit_code"],
                 ended_at=time.time(),
                 ran_s=now_s - worker.started_s if worker.pid else 0.0,
-                is_memory_kill=self._memory_kills.take_one() if is_killed else None,
+                is_memory_kill=event.get("is_memory_kill"),
                 loss=event.get("loss", ""),
             )
         )
