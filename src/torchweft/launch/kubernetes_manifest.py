@@ -16,7 +16,7 @@ import copy
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -42,15 +42,17 @@ _RESERVED = frozenset(
 )
 
 
+def _option(metavar: str, text: str, default: Any = "") -> Any:
+    """Returns a field that an option of the command line sets, which has the name of the field."""
+    return field(default=default, metadata={"metavar": metavar, "help": text})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pods:
     """The workers of a run as pods.
 
     Attributes:
         image: The container image, which has torch, Weft and the script.
-        command: The program and its arguments.
-        names: The workers' names, by rank.
-        name: Name of the run; by default ``weft-`` and a random number.
         namespace: Its namespace; empty for that of the context.
         cpus: Cores of each worker, as ``2`` or ``500m``; empty for no limit.
         gpus: GPUs of each worker.
@@ -58,33 +60,36 @@ class Pods:
         shared_memory: Size of ``/dev/shm``.
         secret: Name of the Secret with the secret of the group, under the key ``secret``.
         tls: Name of a Secret with ``tls.crt``, ``tls.key`` and ``ca.crt``; empty for no TLS.
-        restarts: How often the group is started again when a worker fails.
-        master_port: The port at which the workers meet.
         user: User and group id of the workers, which is not 0.
         python: The interpreter in the image, for the probes.
+        name: Name of the run; by default ``weft-`` and a random number.
         env: Further variables.
+        command: The program and its arguments.
+        names: The workers' names, by rank.
+        restarts: How often the group is started again when a worker fails.
+        master_port: The port at which the workers meet.
         metrics: Where each worker serves its metrics; None if it does not.
 
     Raises:
         ConfigurationError: There is no image, or a variable or an address cannot be used.
     """
 
-    image: str
+    image: str = _option("IMAGE", "the container image, with torch, torchweft and the script")
+    namespace: str = _option("NAME", "where it is created (default: that of the context)")
+    cpus: str = _option("AMOUNT", "cores of each worker, as 4 or 500m (default: no limit)")
+    gpus: int = _option("N", "GPUs of each worker (default: 0)", 0)
+    memory: str = _option("AMOUNT", "memory of each worker, as 16Gi (default: no limit)")
+    shared_memory: str = _option("AMOUNT", "size of /dev/shm (default: 1Gi)", "1Gi")
+    secret: str = _option("NAME", "Secret with the secret of the group under the key 'secret'")
+    tls: str = _option("NAME", "Secret with tls.crt, tls.key and ca.crt (default: no TLS)")
+    user: int = _option("ID", "user and group id of the workers (default: 1000)", 1000)
+    python: str = _option("PATH", "the interpreter in the image", "python")
+    name: str = field(default_factory=lambda: f"weft-{secrets.token_hex(3)}")
+    env: Mapping[str, str] = field(default_factory=dict)
     command: Sequence[str] = ()
     names: Sequence[str] = ("worker0",)
-    name: str = field(default_factory=lambda: f"weft-{secrets.token_hex(3)}")
-    namespace: str = ""
-    cpus: str = ""
-    gpus: int = 0
-    memory: str = ""
-    shared_memory: str = "1Gi"
-    secret: str = ""
-    tls: str = ""
     restarts: int = 0
     master_port: int = 0
-    user: int = 1000
-    python: str = "python"
-    env: Mapping[str, str] = field(default_factory=dict)
     metrics: Address | None = None
 
     def __post_init__(self) -> None:
@@ -143,20 +148,11 @@ class Pods:
 
 def add_options(parser: argparse._ActionsContainer) -> None:
     """Adds the options that describe the pods."""
-    for option, metavar, default, text in (
-        ("--image", "IMAGE", "", "the container image, with torch, torchweft and the script"),
-        ("--job-name", "NAME", "", "name of the run (default: weft- and a random number)"),
-        ("--namespace", "NAME", "", "where it is created (default: that of the context)"),
-        ("--cpus", "AMOUNT", "", "cores of each worker, as 4 or 500m (default: no limit)"),
-        ("--gpus", "N", 0, "GPUs of each worker (default: 0)"),
-        ("--memory", "AMOUNT", "", "memory of each worker, as 16Gi (default: no limit)"),
-        ("--shared-memory", "AMOUNT", "1Gi", "size of /dev/shm (default: 1Gi)"),
-        ("--secret", "NAME", "", "Secret with the secret of the group under the key 'secret'"),
-        ("--tls", "NAME", "", "Secret with tls.crt, tls.key and ca.crt (default: no TLS)"),
-        ("--user", "ID", 1000, "user and group id of the workers (default: 1000)"),
-        ("--python", "PATH", "python", "the interpreter in the image"),
-    ):
-        parser.add_argument(option, type=type(default), default=default, metavar=metavar, help=text)
+    for each in _option_fields():
+        option = "--" + each.name.replace("_", "-")
+        parser.add_argument(option, type=type(each.default), default=each.default, **each.metadata)
+    text = "name of the run (default: weft- and a random number)"
+    parser.add_argument("--job-name", default="", metavar="NAME", help=text)
     parser.add_argument(
         "--env",
         action="append",
@@ -172,17 +168,20 @@ def fields_in(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigurationError: A variable has no value.
     """
-    names = "image namespace cpus gpus memory shared_memory secret tls user python"
-    fields: dict[str, Any] = {name: getattr(options, name) for name in names.split()}
+    given = {each.name: getattr(options, each.name) for each in _option_fields()}
     if options.job_name:
-        fields["name"] = options.job_name
-    fields["env"] = {}
+        given["name"] = options.job_name
+    given["env"] = {}
     for text in options.env:
         name, sign, value = text.partition("=")
         if not sign:
             raise ConfigurationError(f"--env is {text!r}; write it as NAME=VALUE")
-        fields["env"][name] = value
-    return fields
+        given["env"][name] = value
+    return given
+
+
+def _option_fields() -> Iterator[Any]:
+    return (each for each in fields(Pods) if each.metadata)
 
 
 def as_yaml(made: Object) -> str:
