@@ -17,7 +17,6 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from torchweft import extending
 from torchweft.errors import CallTimeout, LaunchError, UnknownWorker, WorkerLost
-from torchweft.probe import own_address_towards
 from torchweft.secret import Secret
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def is_present(name: str, timeout_s: float) -> bool:
 
 
 class ClusterStore(Store):
-    """Delegates to another store, which belongs to one group only.
+    """Delegates to another store, for the caller of a cluster, who hears of workers that fail.
 
     It waits in short steps: PyTorch's stores wait in one call, which neither a dead worker nor
     Ctrl-C interrupts.
@@ -66,9 +65,7 @@ class ClusterStore(Store):
         failure: Returns the error that makes waiting useless, or None.
     """
 
-    def __init__(
-        self, store: Any, failure: Callable[[], LaunchError | None] = lambda: None
-    ) -> None:
+    def __init__(self, store: Any, failure: Callable[[], LaunchError | None]) -> None:
         super().__init__()
         self._store = store
         self._failure = failure
@@ -116,15 +113,8 @@ class ClusterStore(Store):
             raise RuntimeError(f"{', '.join(keys)} not set within {step_s:.3f} s")
 
 
-def file_store(
-    init_method: str, world_size: int, failure: Callable[[], LaunchError | None] = lambda: None
-) -> ClusterStore:
-    """Returns the store of a closed group in the file that an init method names."""
-    return ClusterStore(FileStore(init_method.removeprefix("file://"), world_size), failure)
-
-
 def meet(options: RpcBackendOptions, rendezvous: str, world_size: int | None) -> None:
-    """Sets where a worker meets its group; on another host, its secret and address as well.
+    """Sets where a worker meets its group; on another host, its secret as well.
 
     Args:
         options: The worker's options, which are changed.
@@ -132,16 +122,12 @@ def meet(options: RpcBackendOptions, rendezvous: str, world_size: int | None) ->
         world_size: Workers in the group; None for an open group.
     """
     place = urlsplit(rendezvous)
-    if place.scheme == "file":
-        if world_size is None:
-            options.init_method = rendezvous
-        else:
-            options.store = file_store(rendezvous, world_size)
-        return
-    assert place.hostname is not None
-    assert place.port is not None
-    limit = timedelta(seconds=options.init_timeout)
-    options.secret = Secret.from_environment()
-    options.listen = own_address_towards(place.hostname)
-    store = TCPStore(place.hostname, place.port, is_master=False, timeout=limit)
-    options.store = store if world_size is None else ClusterStore(store)
+    if place.hostname is not None and place.port is not None:
+        limit = timedelta(seconds=options.init_timeout)
+        options.store = TCPStore(place.hostname, place.port, is_master=False, timeout=limit)
+        # With a secret it listens at its own address towards the store.
+        options.secret, options.listen = Secret.from_environment(), ""
+    elif world_size is None:
+        options.init_method = rendezvous
+    else:
+        options.store = FileStore(rendezvous.removeprefix("file://"), world_size)

@@ -309,11 +309,12 @@ class Cluster:
         if self._is_open:
             options.init_method = self._rendezvous()
             return
-        from torchweft.launch.cluster_store import file_store
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-        options.store = self._store = file_store(
-            self._rendezvous(), len(self.names) + 1, self._failure
-        )
+        from torchweft.launch.cluster_store import ClusterStore
+
+        store = FileStore(self._rendezvous().removeprefix("file://"), len(self.names) + 1)
+        options.store = self._store = ClusterStore(store, self._failure)
 
     # Starting
 

@@ -26,14 +26,14 @@ class LateStore(dist.Store):
 
 def test_waits_until_the_key_is_there() -> None:
     store = LateStore(waits=5)
-    ClusterStore(store).wait(["key"], timedelta(seconds=10))
+    ClusterStore(store, lambda: None).wait(["key"], timedelta(seconds=10))
     assert store.waited_s == pytest.approx(4 * WATCH_S)
 
 
 def test_waits_no_longer_than_asked_for() -> None:
     store = LateStore(waits=1000)
     with pytest.raises(RuntimeError, match="timeout"):
-        ClusterStore(store).wait(["key"], timedelta(seconds=1))
+        ClusterStore(store, lambda: None).wait(["key"], timedelta(seconds=1))
     assert store.waited_s == pytest.approx(1, abs=0.01)
 
 
