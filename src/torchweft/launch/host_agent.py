@@ -19,7 +19,6 @@ import os
 import select
 import selectors
 import signal
-import socket
 import tempfile
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from torchweft.errors import LaunchError
 from torchweft.launch.control import READ_BYTES, Message, Unpacker, pack
 from torchweft.launch.nursery import Nursery
 from torchweft.launch.signals import watched_signals
-from torchweft.launch.worker import WorkerSpec, compute_environment
+from torchweft.launch.worker import HeldPort, WorkerSpec, compute_environment
 
 MARK = b"torchweft host agent 1\n"
 ALIVE_S = 5.0
@@ -57,7 +56,7 @@ class _Agent:
         self._environment: dict[str, str] = {}
         self._notes = ""
         self._directory = ""
-        self._port: socket.socket | None = None
+        self._port = HeldPort("")
         self._is_over = False
         self._heard_s = self._shown_s = time.monotonic()
         self._requests: dict[str, Callable[[Message], None]] = {
@@ -169,13 +168,8 @@ class _Agent:
         self._is_over = True
 
     def _reserve_port(self, request: Message) -> None:
-        """Tells a free port, and keeps it bound, so that no other program is given it."""
-        if self._port is not None:
-            self._port.close()
-        self._port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind(("", 0))
-        self._tell({"event": "port", "number": self._port.getsockname()[1]})
+        """Reserves a free port, and reports it."""
+        self._tell({"event": "port", "number": self._port.take()})
 
     def _start(self, request: Message) -> None:
         with contextlib.suppress(FileNotFoundError):  # of a former life of the group

@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchweft import knobs
@@ -23,7 +24,7 @@ from torchweft.launch.hosts import Host, HostNurseries
 from torchweft.launch.job import Job
 from torchweft.launch.launchers import Launcher
 from torchweft.launch.nursery import WARM_MODULES, WorkerSource
-from torchweft.launch.run import Order, Run, port_environment
+from torchweft.launch.run import Order, PortMeeting, Run
 from torchweft.launch.terms import Terms
 from torchweft.launch.worker import Scrapes
 from torchweft.probe import own_address_towards
@@ -86,7 +87,13 @@ class HostsLauncher(Launcher):
             closing(self.open(hosts, placed, order.preload, forwarded(os.environ))) as nurseries,
         ):
             nurseries.replaces_lost = self.replaces_hosts and order.restarts.limit > 0
-            meeting = _HostMeeting(nurseries, hosts[0], len(order.names), order.master_port)
+            reserve = partial(nurseries.reserve_port, hosts[0])
+            meeting = PortMeeting(
+                len(order.names),
+                order.master_port or reserve(),
+                partial(nurseries.address_of, hosts[0]),
+                None if order.master_port else reserve,
+            )
             order = replace(order, job=_with_interpreter(order.job, self.python))
             run = Run(order, nurseries, {}, meeting, notes, local, scrapes)
             if scrapes is not None:
@@ -159,30 +166,6 @@ def local_places(placed: Mapping[str, Host]) -> dict[str, tuple[int, int]]:
         local[name] = (counts.get(host.name, 0), host.workers)
         counts[host.name] = counts.get(host.name, 0) + 1
     return local
-
-
-class _HostMeeting:
-    """A port of the first host, where the worker of rank 0 hosts the store."""
-
-    def __init__(self, nurseries: HostNurseries, host: Host, world_size: int, port: int) -> None:
-        self._nurseries = nurseries
-        self._host = host
-        self._world_size = world_size
-        self._is_chosen = port != 0
-        self._port = port or nurseries.reserve_port(host)
-
-    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Returns ``base`` with the variables that ``env://`` reads."""
-        address = self._nurseries.address_of(self._host)
-        return {**base, **port_environment(self._world_size, address, self._port)}
-
-    def renew(self) -> None:
-        """Takes another port unless one was given: remnants of a group may still hold the port."""
-        if not self._is_chosen:
-            self._port = self._nurseries.reserve_port(self._host)
-
-    def close(self) -> None:
-        """Does nothing: the port is the host's."""
 
 
 class _HostsCluster(Cluster):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from torchweft.launch.restarts import GROUP, RestartPlan, RestartPolicy
 from torchweft.launch.signals import watched_signals
 from torchweft.launch.supervisor import KILL_LADDER, Supervisor
 from torchweft.launch.worker import (
+    HeldPort,
     Scrapes,
     WorkerExit,
     WorkerSpec,
@@ -129,14 +129,15 @@ def run_here(order: Order) -> int:
     environment = compute_environment(os.environ, len(order.names))
     with (
         tempfile.TemporaryDirectory(prefix="weft-run-", ignore_cleanup_errors=True) as notes,
-        closing(_meeting(order, notes)) as meeting,
-        Nursery(preload=order.preload, environment=environment) as nursery,
+        closing(HeldPort("127.0.0.1")) as held,
     ):
-        nursery.remove_at_end(notes)
-        run = Run(order, nursery, environment, meeting, notes, scrapes=scrapes)
-        if scrapes is not None:
-            order.console.announce(f"torchweft run: {scrapes.text()}")
-        return run.to_the_end()
+        meeting = _meeting(order, notes, held)
+        with Nursery(preload=order.preload, environment=environment) as nursery:
+            nursery.remove_at_end(notes)
+            run = Run(order, nursery, environment, meeting, notes, scrapes=scrapes)
+            if scrapes is not None:
+                order.console.announce(f"torchweft run: {scrapes.text()}")
+            return run.to_the_end()
 
 
 class Run:
@@ -302,47 +303,45 @@ class Meeting(Protocol):
         """Returns ``base``, changed for workers that meet here."""
 
     def renew(self) -> None:
-        """Prepares for a new run: changes to an unused port, unless the port was given."""
-
-    def close(self) -> None:
-        """Releases the place."""
+        """Prepares for a new run."""
 
 
 class PortMeeting:
-    """A port of this host at which the worker with rank 0 hosts the store of a closed group.
-
-    If a port from the kernel were released, any program could take it until the first worker has
-    started and listens, seconds later. So the socket stays bound, but does not listen. It and the
-    worker's socket allow address reuse, and only the worker's listens, so Linux lets the worker
-    listen on the port. The kernel gives the port to no program that asks for a free port.
+    """A port at which the worker with rank 0 hosts the store of a closed group.
 
     Args:
         world_size: Number of workers in the group.
-        number: The port; 0 lets the kernel choose.
-
-    Raises:
-        ConfigurationError: Another program listens on that port.
+        port: The port.
+        address: Returns the address of its host.
+        reserve: Returns another port for each new run; None if the port was given: remnants of a
+            group may still hold the former port.
     """
 
-    def __init__(self, world_size: int, number: int = 0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        port: int,
+        address: Callable[[], str] = lambda: "127.0.0.1",
+        reserve: Callable[[], int] | None = None,
+    ) -> None:
         self._world_size = world_size
-        self._is_chosen = number != 0
-        self._socket = _bound(number)
+        self._port = port
+        self._address = address
+        self._reserve = reserve
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Returns ``base`` with the variables that ``env://`` reads."""
-        port = self._socket.getsockname()[1]
-        return {**base, **port_environment(self._world_size, "127.0.0.1", port)}
+        return {
+            **base,
+            "WORLD_SIZE": str(self._world_size),
+            "MASTER_ADDR": self._address(),
+            "MASTER_PORT": str(self._port),
+        }
 
     def renew(self) -> None:
-        """Takes another port unless one was given: remnants of a group may still hold the port."""
-        if not self._is_chosen:
-            former, self._socket = self._socket, _bound(0)
-            former.close()
-
-    def close(self) -> None:
-        """Releases the port; idempotent."""
-        self._socket.close()
+        """Takes another port, unless one was given."""
+        if self._reserve is not None:
+            self._port = self._reserve()
 
 
 class FileMeeting:
@@ -367,41 +366,26 @@ class FileMeeting:
     def renew(self) -> None:
         """Does nothing: restarted workers rejoin the workers that stayed."""
 
-    def close(self) -> None:
-        """Does nothing: the file goes with its folder."""
 
-
-def port_environment(world_size: int, host: str, port: int) -> dict[str, str]:
-    """Returns the variables that ``env://`` reads."""
-    return {"WORLD_SIZE": str(world_size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-
-
-def _meeting(order: Order, folder: str) -> Meeting:
+def _meeting(order: Order, folder: str, held: HeldPort) -> Meeting:
     if order.restarts.scope == GROUP:
         if order.restarts.limit and INIT_METHOD_VARIABLE in os.environ:
             raise ConfigurationError(
                 f"a group that is started again meets at a new place, but {INIT_METHOD_VARIABLE} "
                 "names one; unset it"
             )
-        return PortMeeting(len(order.names), order.master_port)
+        number = order.master_port
+        try:
+            port = held.take(number)
+        except OSError as error:
+            raise ConfigurationError(
+                f"port {number} cannot be used ({error.strerror}); "
+                "take another one, or leave --master-port away to have a free one chosen"
+            ) from None
+        return PortMeeting(len(order.names), port, reserve=None if number else held.take)
     if order.master_port:
         raise ConfigurationError(
             "workers that are started again one by one meet at the launcher, not at a port of the "
             "first worker, which may die; leave --master-port away"
         )
     return FileMeeting(folder)
-
-
-def _bound(number: int) -> socket.socket:
-    """Returns a socket that holds a port of the loopback interface; 0 for a free port."""
-    holding = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        holding.bind(("127.0.0.1", number))
-    except OSError as error:
-        holding.close()
-        raise ConfigurationError(
-            f"port {number} cannot be used ({error.strerror}); "
-            "take another one, or leave --master-port away to have a free one chosen"
-        ) from None
-    return holding

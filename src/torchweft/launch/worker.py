@@ -1,4 +1,4 @@
-"""Defines what the launcher needs to start a worker: name, number, environment, seed, metrics.
+"""Defines what the launcher needs to start a worker: name, environment, port, seed, metrics.
 
 A forked process inherits its parent's random number generators and their state. Python reseeds its
 own after a fork. The generators of NumPy and PyTorch would produce the same numbers in every
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,6 +148,52 @@ def identity_environment(
         "WEFT_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),  # read by scripts for torchrun
     }
+
+
+# The port at which workers meet
+
+
+class HeldPort:
+    """A port of this host that no other program is given before the worker of rank 0 listens there.
+
+    If a port from the kernel were released, any program could take it until the first worker has
+    started and listens, seconds later. So the socket stays bound, but does not listen. It and the
+    worker's socket allow address reuse, and only the worker's listens, so Linux lets the worker
+    listen on the port. The kernel gives the port to no program that asks for a free port.
+
+    Args:
+        address: The address at which the worker will listen; empty for all.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._holding: socket.socket | None = None
+
+    def take(self, number: int = 0) -> int:
+        """Returns a port, which is held from now on, and releases the former one.
+
+        Args:
+            number: The port; 0 lets the kernel choose.
+
+        Raises:
+            OSError: Another program listens on that port.
+        """
+        holding = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holding.bind((self._address, number))
+        except OSError:
+            holding.close()
+            raise
+        self.close()
+        self._holding = holding
+        port: int = holding.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        """Releases the port; idempotent."""
+        if self._holding is not None:
+            self._holding.close()
 
 
 # Random numbers
