@@ -47,13 +47,12 @@ from torchweft.launch.control import Ladder
 from torchweft.launch.job import check_options, serve_job, setup_error
 from torchweft.launch.nursery import Nursery, WorkerSource
 from torchweft.launch.report import (
-    Repeats,
     RunReport,
     describe_death,
     describe_duration,
     describe_worker,
 )
-from torchweft.launch.restarts import WORKER, RestartPlan, RestartPolicy
+from torchweft.launch.restarts import WORKER, RestartPolicy
 from torchweft.launch.signals import stacks_signal
 from torchweft.launch.supervisor import Supervisor
 from torchweft.launch.terms import Terms
@@ -147,8 +146,6 @@ class Cluster:
         self._failed: list[WorkerExit] = []
         self._has_failed.clear()
         self._lost_nursery: LaunchError | None = None
-        self._plan = RestartPlan(self._policy, self.names, time.monotonic())
-        self._repeats = Repeats(is_of_group=False)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -321,16 +318,14 @@ class Cluster:
     def _start_workers(self) -> None:
         nursery = self._make_nursery()
         self._setup = None if self._terms.setup is None else shipped(self._terms.setup)
-        workers = [self._spec(name) for name in self.names]
         nursery.remove_at_end(self._directory)
-        self._supervisor = Supervisor(
-            nursery, self._console, workers, self._worker_ended, self._report.started
-        )
+        self._supervisor = Supervisor(nursery, self._report, self._spec, self._worker_ended)
         self._supervisor.start()
         self._follower = threading.Thread(target=self._follow, name="weft-cluster", daemon=True)
         self._follower.start()
 
-    def _spec(self, name: str, restarts: int = 0) -> WorkerSpec:
+    def _spec(self, name: str, restarts: int) -> WorkerSpec:
+        self._ended.discard(name)
         rank = self.names.index(name) + 1
         job = serve_job(
             name,
@@ -425,20 +420,12 @@ class Cluster:
     def _follow_workers(self, supervisor: Supervisor) -> None:
         if not self._is_open:
             while not supervisor.is_done:
-                supervisor.poll()
+                supervisor.turn()
             return
         while not (self._has_left and supervisor.is_done):
             if self._is_closing:
-                self._plan.cancel()
-            if self._plan.is_waiting and not supervisor.can_start():
-                supervisor.poll(LOOK_S)  # a lost host is being replaced
-                continue
-            now_s = time.monotonic()
-            for name in self._plan.take_due(now_s):
-                self._ended.discard(name)
-                supervisor.start_again(self._spec(name, self._plan.count(name)))
-            wait_s = self._plan.wait_s(now_s)
-            supervisor.poll(LOOK_S if wait_s is None else min(wait_s, LOOK_S))
+                supervisor.cancel_restarts()
+            supervisor.turn(LOOK_S)
 
     def _worker_ended(self, ended: WorkerExit) -> None:
         self._ended.add(ended.name)
@@ -448,12 +435,9 @@ class Cluster:
         assert self._supervisor is not None
         is_reported = os.path.exists(self._report_of(ended.name))  # the caller raises that error
         if self._is_open and not is_reported:
-            tail = self._supervisor.tail(ended.name)
-            self._is_bug = self._repeats.is_repeated(ended, tail)
-            attempt = None if self._is_bug else self._plan.died(ended.name, time.monotonic())
-            self._report.died(ended, attempt, is_repeated=self._is_bug)
-            if attempt is not None:
+            if self._supervisor.died(ended) is not None:
                 return
+            self._is_bug = self._supervisor.has_repeated
         self._failed.append(ended)
         self._has_failed.set()
         if not is_reported:

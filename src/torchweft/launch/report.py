@@ -259,15 +259,15 @@ class RunReport:
     ) -> None:
         self._has_status = has_status
         self._speaker = speaker
-        self._console = console
-        self._policy = policy
-        self._names = names
+        self.console = console
+        self.policy = policy
+        self.names = names
         self._deaths: list[WorkerExit] = []
         self._awaited: set[str] = set()
 
     def say(self, text: str) -> None:
         """Writes one message of the launcher."""
-        self._console.announce(f"{self._speaker}: {text}")
+        self.console.announce(f"{self._speaker}: {text}")
 
     def died(
         self,
@@ -293,7 +293,7 @@ class RunReport:
             )
         elif attempt is None:
             self._over(ended, others)
-        elif self._policy.scope == GROUP:
+        elif self.policy.scope == GROUP:
             self.say(f"{describe_death(ended)}; {_ending(others)}")
         else:
             self._awaited.add(ended.name)
@@ -309,7 +309,7 @@ class RunReport:
 
     def group_waits(self, attempt: Attempt) -> None:
         """Reports that all workers have ended, and when they are restarted."""
-        self._awaited.update(self._names)
+        self._awaited.update(self.names)
         self.say(f"starting {self._all()} again {self._when(attempt)}")
 
     def started(self, name: str, pid: int) -> None:
@@ -317,7 +317,7 @@ class RunReport:
         if name not in self._awaited:
             return
         self._awaited.discard(name)
-        if self._policy.scope != GROUP or len(self._names) == 1:
+        if self.policy.scope != GROUP or len(self.names) == 1:
             self.say(f"worker {name!r} runs again, with pid {pid}")
         elif not self._awaited:
             self.say(f"{self._all()} run again")
@@ -326,7 +326,7 @@ class RunReport:
         """Lists the deaths of a run with this number of restarts, if it is not 0."""
         if not restarts:
             return
-        subject = "the group was" if self._policy.scope == GROUP else "workers were"
+        subject = "the group was" if self.policy.scope == GROUP else "workers were"
         times = {1: "once", 2: "twice"}.get(restarts, f"{restarts} times")
         lines = [f"{subject} started again {times}; these had died:"]
         if len(self._deaths) > _DEATHS_LISTED:
@@ -335,11 +335,11 @@ class RunReport:
         self.say("\n".join(lines))
 
     def _all(self) -> str:
-        count = len(self._names)
+        count = len(self.names)
         return "it" if count == 1 else f"{'both' if count == 2 else f'all {count}'} workers"
 
     def _over(self, ended: WorkerExit, others: int) -> None:
-        limit = self._policy.limit
+        limit = self.policy.limit
         if limit:
             spent = "the one restart" if limit == 1 else f"all {limit} restarts"
             verb = "is" if limit == 1 else "are"
@@ -356,14 +356,14 @@ class RunReport:
 
     def _when(self, attempt: Attempt) -> str:
         return (
-            f"in {attempt.delay_s:.1f} s, restart {attempt.number} of {self._policy.limit}"
+            f"in {attempt.delay_s:.1f} s, restart {attempt.number} of {self.policy.limit}"
             f"{self._window()}"
         )
 
     def _window(self) -> str:
-        if math.isinf(self._policy.window_s):
+        if math.isinf(self.policy.window_s):
             return ""
-        return f" within {describe_duration(self._policy.window_s)}"
+        return f" within {describe_duration(self.policy.window_s)}"
 
 
 def _ending(others: int) -> str:

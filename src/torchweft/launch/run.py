@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,8 +22,8 @@ from torchweft.launch.console import Console
 from torchweft.launch.control import Ladder
 from torchweft.launch.job import Job
 from torchweft.launch.nursery import WARM_MODULES, Nursery, WorkerSource
-from torchweft.launch.report import Repeats, RunReport, shell_status, signal_name
-from torchweft.launch.restarts import GROUP, RestartPlan, RestartPolicy
+from torchweft.launch.report import RunReport, shell_status, signal_name
+from torchweft.launch.restarts import GROUP, RestartPolicy
 from torchweft.launch.signals import watched_signals
 from torchweft.launch.supervisor import KILL_LADDER, Supervisor
 from torchweft.launch.worker import (
@@ -41,9 +40,6 @@ from torchweft.scraping import Address
 
 INTERRUPT_LADDER: Ladder = [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
 """After Ctrl-C a worker may clean up, but the user gets the prompt back soon."""
-
-LOOK_S = 0.2
-"""Seconds between checks whether a lost host has been replaced."""
 
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 INIT_METHOD_VARIABLE = "WEFT_INIT_METHOD"
@@ -141,7 +137,7 @@ def run_here(order: Order) -> int:
 
 
 class Run:
-    """The state of one run: pending restarts, the failure that ended it, and its exit status.
+    """The state of one run: the failure that ended it, and its exit status.
 
     Args:
         order: What is run.
@@ -173,12 +169,9 @@ class Run:
         self._notes = notes
         self._base = environment
         self._meeting = meeting
-        self._plan = RestartPlan(order.restarts, names, time.monotonic())
-        self._repeats = Repeats(self._plan.is_of_group)
         self._report = RunReport(order.console, order.restarts, names)
-        workers = [self._spec(name) for name in names]
         self._supervisor = Supervisor(
-            nursery, order.console, workers, self._worker_ended, self._report.started
+            nursery, self._report, self._spec, self._worker_ended, meeting.renew
         )
         self._status = 0
         self._is_ending = False
@@ -192,9 +185,8 @@ class Run:
         try:
             with watched_signals(self._supervisor.watch, self._signalled):
                 self._supervisor.start()
-                while not self._supervisor.is_done or self._plan.is_waiting:
-                    self._supervisor.poll(self._wait_s())
-                    self._start_again()
+                while not self._supervisor.is_done:
+                    self._supervisor.turn()
         except BrokenPipeError:
             return output_closed()
         except LaunchError as error:
@@ -203,60 +195,38 @@ class Run:
         finally:
             self._nursery.close()
             self._supervisor.close()
-        self._report.summarize(self._plan.total())
+        self._report.summarize(self._supervisor.restarts)
         if self._failure is not None:
             self._report.say(self._supervisor.failure_report(self._failure))
         return self._status
 
-    def _spec(self, name: str) -> WorkerSpec:
+    def _spec(self, name: str, restarts: int) -> WorkerSpec:
         rank = self._ranks[name]
         local_rank, count = self._locals[name]
-        identity = identity_environment(name, rank, count, self._plan.count(name), local_rank)
+        identity = identity_environment(name, rank, count, restarts, local_rank)
         environment = self._meeting.environment(self._base) | identity
         if self._scrapes is not None:
             environment |= self._scrapes.variables(name)
         job = {**self._order.job, "seed": worker_seed(self._order.seed, name)}
         return WorkerSpec(name, rank, job, environment, self._notes)
 
-    def _wait_s(self) -> float | None:
-        wait_s = self._plan.wait_s(time.monotonic())
-        return wait_s if wait_s is None or self._supervisor.can_start() else max(wait_s, LOOK_S)
-
-    def _start_again(self) -> None:
-        """Restarts the workers that are due, if their hosts are there."""
-        if self._plan.is_regrouping and self._supervisor.is_done:
-            attempt = self._plan.all_ended(time.monotonic())
-            assert attempt is not None
-            self._report.group_waits(attempt)
-        if not (self._plan.is_waiting and self._supervisor.can_start()):
-            return
-        due = self._plan.take_due(time.monotonic())
-        if due and self._plan.is_of_group:
-            self._meeting.renew()
-        for name in due:
-            self._supervisor.start_again(self._spec(name))
-
     def _worker_ended(self, ended: WorkerExit) -> None:
-        if ended.exit_code == 0 or self._is_ending or self._plan.is_regrouping:
+        if ended.exit_code == 0 or self._is_ending or self._supervisor.is_regrouping:
             # It succeeded, or the launcher ended it; or the loss of its host, seen late, did.
-            if ended.loss and (self._failure or self._plan.is_regrouping):
+            if ended.loss and (self._failure or self._supervisor.is_regrouping):
                 self._report.lost_before(ended)
             return
-        is_repeated = self._repeats.is_repeated(ended, self._supervisor.tail(ended.name))
-        attempt = None if is_repeated else self._plan.died(ended.name, time.monotonic())
-        others = self._supervisor.running_count
-        self._report.died(ended, attempt, others, is_repeated=is_repeated)
-        if attempt is None:
+        if self._supervisor.died(ended) is None:
             self._failure = ended
             self._end(shell_status(ended.exit_code), _ladder(signal.SIGTERM))
-        elif self._plan.is_of_group:
+        elif self._order.restarts.scope == GROUP:
             self._supervisor.stop(_ladder(signal.SIGTERM))
 
     def _end(self, status: int, ladder: Ladder) -> None:
         if not self._is_ending:
             self._status = status
         self._is_ending = True
-        self._plan.cancel()
+        self._supervisor.cancel_restarts()
         self._supervisor.stop(ladder)
 
     def _signalled(self, number: int) -> None:

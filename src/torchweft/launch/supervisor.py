@@ -1,21 +1,23 @@
-"""Follows a set of workers from their start to their end: their output, and how they ended."""
+"""Follows a set of workers from their start to their end: their output, deaths and restarts."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchweft.errors import LaunchError
-from torchweft.launch.console import Console, Label, LineAssembler
+from torchweft.launch.console import Label, LineAssembler
 from torchweft.launch.control import Ladder, Message
 from torchweft.launch.nursery import WorkerSource
-from torchweft.launch.report import ErrorTail, failure_report
+from torchweft.launch.report import ErrorTail, Repeats, RunReport, failure_report
+from torchweft.launch.restarts import Attempt, RestartPlan
 from torchweft.launch.worker import WorkerExit, WorkerSpec
 
 KILL_LADDER: Ladder = [(signal.SIGKILL, 0.5)]
@@ -31,6 +33,9 @@ IN_VIEW_LINES = 10
 
 DRAIN_LIMIT_S = 2.0
 """Seconds to wait for output from processes that outlive the worker that started them."""
+
+LOOK_S = 0.2
+"""Seconds between checks whether a lost host has been replaced."""
 
 _keys = itertools.count()
 
@@ -58,38 +63,46 @@ class _Worker:
 
 
 class Supervisor:
-    """Starts workers through a nursery and follows them until the last one is gone.
+    """Starts workers through a nursery, and follows them until none is left that may be restarted.
 
-    ``poll`` does all the work, in the thread that calls it; ``stop`` may be called by any thread.
+    ``turn`` does all the work, in the thread that calls it; ``stop`` may be called by any thread.
 
     Args:
         nursery: Forks the workers; no other code may read its events meanwhile.
-        console: Where the workers' output goes.
-        workers: The workers, in order of their ranks.
-        on_exit: Called within ``poll`` when a worker has ended and its output has been written.
-        on_start: Called within ``poll`` with name and process id of a worker that has started.
+        report: Tells of deaths and restarts, as its policy allows them, of the workers that it
+            names by rank. Its console shows the output of the workers.
+        spec: Returns what to start for a worker: called with its name and how often it has been
+            restarted, before each of its lives.
+        on_end: Called within ``turn`` when a worker has ended and its output has been written. It
+            calls ``died`` if this was a death.
+        before_group: Called before all workers of a group are restarted together.
     """
 
     def __init__(
         self,
         nursery: WorkerSource,
-        console: Console,
-        workers: Sequence[WorkerSpec],
-        on_exit: Callable[[WorkerExit], None],
-        on_start: Callable[[str, int], None] = lambda name, pid: None,
+        report: RunReport,
+        spec: Callable[[str, int], WorkerSpec],
+        on_end: Callable[[WorkerExit], None],
+        before_group: Callable[[], None] = lambda: None,
     ) -> None:
         self._nursery = nursery
-        self._console = console
-        self._on_exit = on_exit
-        self._on_start = on_start
-        width = max(len(worker.name) for worker in workers)
+        self._report = report
+        self._spec = spec
+        self._on_end = on_end
+        self._before_group = before_group
+        self._plan = RestartPlan(report.policy, report.names, time.monotonic())
+        self._repeats = Repeats(self._plan.is_of_group)
         self._workers: dict[str, _Worker] = {}
         self._latest: dict[str, _Worker] = {}
         self._unstarted: deque[str] = deque()
         self._starting = 0
         self._running: set[str] = set()
-        for index, spec in enumerate(workers):
-            self._add(spec, Label(spec.name, index, width))
+        width = max(map(len, report.names))
+        for index, name in enumerate(report.names):
+            self._add(spec(name, 0), Label(name, index, width))
+        self.has_repeated = False
+        """Whether the last death was as the one before, at once."""
         self._shown = 0
         self._drain_until_s: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -107,42 +120,53 @@ class Supervisor:
 
     @property
     def is_done(self) -> bool:
-        """Whether every worker has ended and its output has been written."""
-        if self._unstarted or self._running:
-            return False
-        is_late = self._drain_until_s is not None and time.monotonic() >= self._drain_until_s
-        return is_late or not any(worker.streams for worker in self._workers.values())
+        """Whether every worker has ended, its output was written, and none is to be restarted."""
+        return self._have_ended() and not self._plan.is_waiting
+
+    @property
+    def is_regrouping(self) -> bool:
+        """Whether a worker has died, and the others have to end before all are restarted."""
+        return self._plan.is_regrouping
+
+    @property
+    def restarts(self) -> int:
+        """How many restarts there were; that of a group counts once."""
+        return self._plan.total()
 
     def watch(self, descriptor: int, callback: Callable[[], object]) -> None:
-        """Has ``poll`` call ``callback`` when ``descriptor`` is readable."""
+        """Has ``turn`` call ``callback`` when ``descriptor`` is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, callback)
 
-    def can_start(self) -> bool:
-        """Whether workers can be started now; raises LaunchError if never again."""
-        return self._nursery.is_ready()
-
     def start(self) -> None:
-        """Requests the first workers; ``poll`` requests the others."""
+        """Requests the first workers; ``turn`` requests the others."""
         while self._unstarted and self._starting < STARTS_AT_ONCE:
             self._start_next()
 
-    def start_again(self, worker: WorkerSpec) -> None:
-        """Restarts a worker that has ended; ``pids`` and ``tail`` now describe its new life."""
-        former = self._latest[worker.name]
-        self._forget_drained()
-        self._drain_until_s = None
-        self._add(worker, former.label)
-        self.start()
-
-    def poll(self, timeout_s: float | None = None) -> None:
-        """Waits for events, for at most ``timeout_s``, and handles them.
+    def turn(self, limit_s: float = math.inf) -> None:
+        """Waits for events, for at most ``limit_s``, handles them, and restarts who is due.
 
         Raises:
             LaunchError: The workers cannot be started, or the nursery is gone.
         """
-        for event, _ in self._selector.select(self._wait_s(timeout_s)):
+        restart_s = self._plan.wait_s(time.monotonic())
+        if restart_s is not None and not self._nursery.is_ready():
+            restart_s = max(restart_s, LOOK_S)
+        for event, _ in self._selector.select(self._wait_s(limit_s, restart_s)):
             event.data()
         self._show_partials()
+        self._restart()
+
+    def died(self, ended: WorkerExit) -> Attempt | None:
+        """Reports a death; returns the restart that follows, or None if the run is over."""
+        is_repeated = self._repeats.is_repeated(ended, self._latest[ended.name].tail.text())
+        attempt = None if is_repeated else self._plan.died(ended.name, time.monotonic())
+        self._report.died(ended, attempt, self.running_count, is_repeated=is_repeated)
+        self.has_repeated = is_repeated
+        return attempt
+
+    def cancel_restarts(self) -> None:
+        """Restarts none of the workers that have died so far."""
+        self._plan.cancel()
 
     def stop(self, ladder: Ladder) -> None:
         """Signals all workers, one rung of the ladder after the other, until they have ended."""
@@ -154,10 +178,6 @@ class Supervisor:
         """Sends one signal to a worker, or to all, and not to the processes that they started."""
         keys = [key for key in self._running if name in (None, self._workers[key].spec.name)]
         self._nursery.signal(keys, number)
-
-    def tail(self, name: str) -> str:
-        """Returns the last lines that a worker wrote to standard error."""
-        return self._latest[name].tail.text()
 
     def failure_report(self, ended: WorkerExit) -> str:
         """Returns the message about a failed worker; short if its last lines are still in view."""
@@ -178,6 +198,30 @@ class Supervisor:
         key = str(next(_keys))
         self._workers[key] = self._latest[spec.name] = _Worker(spec, label)
         self._unstarted.append(key)
+
+    def _have_ended(self) -> bool:
+        """Whether every worker has ended and its output has been written."""
+        if self._unstarted or self._running:
+            return False
+        is_late = self._drain_until_s is not None and time.monotonic() >= self._drain_until_s
+        return is_late or not any(worker.streams for worker in self._workers.values())
+
+    def _restart(self) -> None:
+        """Restarts the workers that are due, if their hosts are there."""
+        if self._plan.is_regrouping and self._have_ended():
+            attempt = self._plan.all_ended(time.monotonic())
+            assert attempt is not None
+            self._report.group_waits(attempt)
+        if not (self._plan.is_waiting and self._nursery.is_ready()):
+            return
+        due = self._plan.take_due(time.monotonic())
+        if due and self._plan.is_of_group:
+            self._before_group()
+        for name in due:
+            self._forget_drained()
+            self._drain_until_s = None
+            self._add(self._spec(name, self._plan.count(name)), self._latest[name].label)
+        self.start()
 
     def _forget_drained(self) -> None:
         """Drops former lives that can produce no more output."""
@@ -212,7 +256,7 @@ class Supervisor:
         if stream.is_error and lines:
             worker.tail.extend(lines)
             worker.tail.shown_at = self._shown
-        self._console.write_lines(stream.label, lines, is_error=stream.is_error)
+        self._report.console.write_lines(stream.label, lines, is_error=stream.is_error)
 
     def _end_stream(self, worker: _Worker, name: str) -> None:
         stream = worker.streams.pop(name)
@@ -221,18 +265,20 @@ class Supervisor:
     def _streams(self) -> list[_Stream]:
         return [each for worker in self._workers.values() for each in worker.streams.values()]
 
-    def _wait_s(self, timeout_s: float | None) -> float | None:
+    def _wait_s(self, *limits_s: float | None) -> float | None:
+        """Returns the time until the next action is due, or the least limit; None for no limit."""
         now_s = time.monotonic()
         deadlines = [self._drain_until_s, *(stream.show_at_s for stream in self._streams())]
         waits = [max(0.0, deadline - now_s) for deadline in deadlines if deadline is not None]
-        return min(waits + ([] if timeout_s is None else [timeout_s]), default=None)
+        least_s = min(waits + [limit for limit in limits_s if limit is not None], default=math.inf)
+        return None if math.isinf(least_s) else least_s
 
     def _show_partials(self) -> None:
         now_s = time.monotonic()
         for stream in self._streams():
             if stream.show_at_s is not None and now_s >= stream.show_at_s:
                 stream.show_at_s = None
-                self._console.show_partial(
+                self._report.console.show_partial(
                     stream.label, stream.lines.partial, is_error=stream.is_error
                 )
 
@@ -250,7 +296,7 @@ class Supervisor:
             worker.started_s = time.monotonic()
             self._starting -= 1
             self.start()
-            self._on_start(worker.spec.name, worker.pid)
+            self._report.started(worker.spec.name, worker.pid)
         elif event["event"] == "ended":
             self._worker_ended(event, worker)
         else:
@@ -266,7 +312,7 @@ class Supervisor:
             self._starting -= 1
         now_s = time.monotonic()
         self._drain_until_s = None if self._running else now_s + DRAIN_LIMIT_S
-        self._on_exit(
+        self._on_end(
             WorkerExit(
                 worker.spec.name,
                 worker.spec.rank,
