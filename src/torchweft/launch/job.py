@@ -242,6 +242,8 @@ def _furnish(job: dict[str, Any]) -> None:
         if job["setup"] is not None:
             pickle.loads(base64.b64decode(job["setup"]))()
     except BaseException as error:
+        if not os.path.isdir(os.path.dirname(job["report"])):  # on another host: its output tells
+            raise
         report_error(job["report"], error, job["name"])
         sys.exit(1)
 
