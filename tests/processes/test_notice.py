@@ -10,7 +10,7 @@ import pytest
 
 from tests.contract.processes.functions import wait_until
 from tests.open_workers import OpenWorkers
-from torchweft.rpc import joining
+from torchweft import notice
 
 
 def heed(path: str, exit_code: int | None = None) -> int:
@@ -20,15 +20,15 @@ def heed(path: str, exit_code: int | None = None) -> int:
         path: The file by which the launcher is told.
         exit_code: That of the program's own handler of the signal, if it has one.
     """
-    os.environ[joining.NOTICE_FILE_VARIABLE] = path
+    os.environ[notice.VARIABLE] = path
     own = signal.SIG_DFL if exit_code is None else lambda *_: os._exit(exit_code)
     signal.signal(signal.SIGTERM, own)
-    joining.heed_notice()
+    notice.heed_notice()
     return os.getpid()
 
 
 def is_notice_given() -> bool:
-    return joining.is_notice_given()
+    return notice.is_notice_given()
 
 
 def wait_for_the_end() -> None:
@@ -41,7 +41,7 @@ def signal_of_a_child(path: str) -> int:
     heed(path)
     pid = os.fork()
     if not pid:
-        joining.heed_notice()
+        notice.heed_notice()
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(1)
     return os.waitpid(pid, 0)[1]

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from torchweft import notice
 from torchweft.errors import LaunchError
 from torchweft.launch.control import READ_BYTES, Message, Unpacker, pack
 from torchweft.launch.nursery import Nursery
@@ -38,8 +39,6 @@ SILENCE_S = 30.0
 
 _SECRET_NAME = "secret"
 _NOTICE_NAME = "notice"
-ENDING = "ending"
-"""Name of the file that exists once the launcher ends workers; see ``torchweft.rpc.joining``."""
 
 
 class _Agent:
@@ -79,7 +78,7 @@ class _Agent:
             pass  # the launcher is gone
         finally:
             if self._nursery is not None:
-                self._make(ENDING)
+                self._make(notice.ENDING)
                 self._nursery.close()
 
     def _turn(self) -> None:
@@ -154,7 +153,7 @@ class _Agent:
             file.write(request["secret"])
         own = {
             "WEFT_SECRET_FILE": path,
-            "WEFT_NOTICE_FILE": os.path.join(self._notes, _NOTICE_NAME),
+            notice.VARIABLE: os.path.join(self._notes, _NOTICE_NAME),
         }
         base = {**os.environ, **request["environment"], **own}
         base.pop("WEFT_SECRET", None)
@@ -173,7 +172,7 @@ class _Agent:
 
     def _start(self, request: Message) -> None:
         with contextlib.suppress(FileNotFoundError):  # of a former life of the group
-            os.unlink(os.path.join(self._notes, ENDING))
+            os.unlink(os.path.join(self._notes, notice.ENDING))
         assert self._nursery is not None
         worker = WorkerSpec(
             request["name"],
@@ -188,7 +187,7 @@ class _Agent:
     def _stop(self, request: Message) -> None:
         if self._nursery is not None:
             if any(number == signal.SIGTERM for number, _ in request["ladder"]):
-                self._make(ENDING)
+                self._make(notice.ENDING)
             self._nursery.stop(request["key"], request["ladder"])
 
     def _signal(self, request: Message) -> None:

@@ -40,7 +40,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torchweft import standard_streams
+from torchweft import notice, standard_streams
 from torchweft.deaths import VARIABLE as NOTE_VARIABLE
 from torchweft.deaths import leave_note
 from torchweft.launch.control import ControlSocket, Ladder, Message
@@ -167,8 +167,8 @@ class _Nursery:
         # The program that started this process may have blocked it.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if "WEFT_NOTICE_FILE" in os.environ:
-            # SLURM signals all processes of a step; see torchweft.rpc.joining.
+        if notice.VARIABLE in os.environ:
+            # SLURM signals all processes of a step.
             signal.signal(signal.SIGTERM, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
 

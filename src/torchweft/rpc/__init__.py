@@ -10,6 +10,7 @@ from typing import Any
 from torchweft.arguments import UNSET_RPC_TIMEOUT, did_you_mean
 from torchweft.engine.codec.registry import expose, register
 from torchweft.ids import WorkerInfo
+from torchweft.notice import is_notice_given
 from torchweft.rpc import functions
 from torchweft.rpc import options as constants
 from torchweft.rpc.api import (
@@ -33,7 +34,6 @@ from torchweft.rpc.joining import (
     get_worker_infos,
     init_rpc,
     is_available,
-    is_notice_given,
     shutdown,
     traffic,
 )

@@ -9,16 +9,14 @@ import logging
 import math
 import os
 import platform
-import signal
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -62,6 +60,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
+from torchweft.notice import heed_notice
 from torchweft.probe import network_id, own_address_towards
 from torchweft.rpc.node import Node, current_node, how_ended
 from torchweft.rpc.options import (
@@ -677,44 +676,3 @@ def _main_program() -> str:
         return f"module {spec.name}"
     path = getattr(main, "__file__", None)
     return f"file {os.path.realpath(path)}" if path and os.path.exists(path) else ""
-
-
-# Notice that this worker's host will be given up soon, as when SLURM pre-empts a job.
-#
-# SLURM sends ``SIGTERM`` to every process of a job step, also to the workers. The same signal ends
-# workers when a run is over. So the agent of the host makes a file before it ends workers; without
-# that file, the signal is a notice: the worker goes on, and ``torchweft.checkpoint.resumable``
-# saves.
-
-NOTICE_FILE_VARIABLE = "WEFT_NOTICE_FILE"
-"""Environment variable with the path of the file that exists once there is notice."""
-
-ENDING_NAME = "ending"
-"""Name of the file beside it that exists once the launcher itself ends workers."""
-
-
-def is_notice_given() -> bool:
-    """Whether this worker's host will be given up soon."""
-    path = os.environ.get(NOTICE_FILE_VARIABLE)
-    return bool(path) and os.path.exists(path)  # type: ignore[arg-type]
-
-
-def heed_notice() -> None:
-    """Has ``SIGTERM`` give notice, if this worker's launcher can; a program's own handler stays."""
-    path = os.environ.get(NOTICE_FILE_VARIABLE)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not path or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-    ending, own_pid = os.path.join(os.path.dirname(path), ENDING_NAME), os.getpid()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == own_pid and not os.path.exists(ending):
-            # A link or a pipe of another user is neither followed nor waited for.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with contextlib.suppress(OSError):
-                os.close(os.open(path, flags, 0o666))
-                return
-        signal.signal(number, signal.SIG_DFL)  # as in processes that this one has forked
-        os.kill(os.getpid(), number)
-
-    signal.signal(signal.SIGTERM, note)

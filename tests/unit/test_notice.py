@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from torchweft.rpc import joining
+from torchweft import notice
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     found = tmp_path / "notice"
-    monkeypatch.setenv(joining.NOTICE_FILE_VARIABLE, str(found))
-    joining.heed_notice()
+    monkeypatch.setenv(notice.VARIABLE, str(found))
+    notice.heed_notice()
     yield found
     signal.signal(signal.SIGTERM, before)
 
