@@ -19,6 +19,7 @@ from typing import Any
 from torchweft.arguments import checked_int
 from torchweft.errors import ConfigurationError
 from torchweft.ids import check_worker_name
+from torchweft.probe import usable_cores
 from torchweft.scraping import VARIABLE, Address, check_free, check_package
 
 MOST_WORKERS = 1 << 16
@@ -88,8 +89,6 @@ def worker_names(count: int, names: Sequence[str] | None, prefix: str = "worker"
         made = [f"{prefix}{number}" for number in range(count)]
         check_worker_name(made[-1])
         return made
-    if any(not isinstance(name, str) for name in names):
-        raise ConfigurationError(f"names has {names!r}; pass texts: names=['ps', 'trainer']")
     if any(not name.strip() for name in names):
         raise ConfigurationError(
             f"a worker name is empty in {','.join(names)!r}; write them like ps,trainer0,trainer1"
@@ -109,11 +108,7 @@ def worker_names(count: int, names: Sequence[str] | None, prefix: str = "worker"
 
 def threads_per_worker(count: int) -> int:
     """Returns how many compute threads each of ``count`` workers gets on this machine."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return max(1, cores // count)
+    return max(1, len(usable_cores()) // count)
 
 
 def compute_environment(base: Mapping[str, str], count: int) -> dict[str, str]:

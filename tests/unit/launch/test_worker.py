@@ -8,7 +8,6 @@ from tests.tables import cases
 from torchweft.errors import ConfigurationError
 from torchweft.launch.worker import (
     compute_environment,
-    identity_environment,
     threads_per_worker,
     worker_names,
 )
@@ -37,7 +36,6 @@ def test_names_are_taken_as_given() -> None:
         (2, ["a", "b c"], "'b c' is no name for a worker"),
         (2, ["a", "b/c"], "'b/c' is no name for a worker"),
         (1, ["a" * 128], "is no name for a worker.*shorter than 128"),
-        (2, ["a", 1], "names has .*pass texts"),
     ],
 )
 def test_names_that_cannot_work_are_refused(
@@ -61,14 +59,3 @@ def test_the_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_user_has_set_stays() -> None:
     mine = {"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": "", "OTHER": "x"}
     assert compute_environment(mine, 4) == mine
-
-
-def test_a_worker_knows_from_the_environment_who_it_is() -> None:
-    assert identity_environment("ps", 1, 3, restarts=2) == {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "3",
-        "WEFT_WORKER_NAME": "ps",
-        "WEFT_RESTART_COUNT": "2",
-        "TORCHELASTIC_RESTART_COUNT": "2",
-    }
