@@ -71,7 +71,7 @@ class _Agent:
     def run(self) -> None:
         """Serves the launcher until its connection ends."""
         try:
-            with watched_signals(self._watch, self._signalled):
+            with watched_signals(self._selector, self._signalled):
                 while not self._is_over:
                     self._turn()
         except BrokenPipeError:
@@ -95,9 +95,6 @@ class _Agent:
     def _is_forsaken(self) -> bool:
         """Whether the launcher has been silent for so long that it must be gone."""
         return time.monotonic() - self._heard_s > SILENCE_S
-
-    def _watch(self, descriptor: int, callback: Callable[[], object]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, callback)
 
     def _signalled(self, number: int) -> None:
         """Tells the launcher of a request to end; the launcher decides, unless it is gone."""
@@ -160,7 +157,7 @@ class _Agent:
         self._environment = compute_environment(base, request["workers"])
         self._nursery = Nursery(preload=request["preload"], environment=self._environment)
         self._nursery.remove_at_end(self._notes)
-        self._watch(self._nursery.fileno(), self._forward_events)
+        self._selector.register(self._nursery, selectors.EVENT_READ, self._forward_events)
 
     def _refuse(self, reason: str) -> None:
         self._tell({"event": "refused", "reason": reason})

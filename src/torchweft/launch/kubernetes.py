@@ -401,7 +401,7 @@ class JobSetRun:
         """
         name, namespace = self._pods.name, self._api.namespace
 
-        with self._selector, watched_signals(self._watch, self._signals.append):
+        with self._selector, watched_signals(self._selector, self._signals.append):
             owner = self._create()
             try:
                 if not self._pods.secret:
@@ -414,9 +414,6 @@ class JobSetRun:
                 return output_closed()
             finally:
                 self._clean_up()
-
-    def _watch(self, descriptor: int, callback: object) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, callback)
 
     def _create(self) -> Object:
         try:

@@ -183,7 +183,7 @@ class Run:
     def to_the_end(self) -> int:
         """Follows the workers until the run is over, and returns its exit status."""
         try:
-            with watched_signals(self._supervisor.watch, self._signalled):
+            with watched_signals(self._supervisor.selector, self._signalled):
                 self._supervisor.start()
                 while not self._supervisor.is_done:
                     self._supervisor.turn()

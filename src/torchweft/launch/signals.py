@@ -8,6 +8,7 @@ signal reaches and whenever.
 
 from __future__ import annotations
 
+import selectors
 import signal
 import socket
 from collections import deque
@@ -28,14 +29,14 @@ def stacks_signal() -> int | None:
 
 @contextmanager
 def watched_signals(
-    watch: Callable[[int, Callable[[], object]], None], on_signal: Callable[[int], None]
+    selector: selectors.BaseSelector, on_signal: Callable[[int], None]
 ) -> Iterator[None]:
     """Handles signals to this process in its loop, within a ``with`` block.
 
     They ask the process to end, or (``SIGQUIT``) to say what the workers do.
 
     Args:
-        watch: Makes the loop call a function when a descriptor is readable.
+        selector: The loop calls ``data`` of what is readable.
         on_signal: Called in the loop with the number of each signal, in order.
     """
     signals: deque[int] = deque()
@@ -50,7 +51,7 @@ def watched_signals(
 
     with _wakeups() as wake_read:
         wake_read.setblocking(False)
-        watch(wake_read.fileno(), handle)
+        selector.register(wake_read, selectors.EVENT_READ, handle)
         handlers = {number: signal.signal(number, note) for number in NUMBERS}
         try:
             yield

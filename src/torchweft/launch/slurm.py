@@ -384,23 +384,21 @@ class BatchJob:
             f"torchweft run: submitted SLURM job {self.number}; its output is also in "
             f"{self._tails[0].path}"
         )
-        with selectors.DefaultSelector() as selector:
-
-            def watch(descriptor: int, callback: object) -> None:
-                selector.register(descriptor, selectors.EVENT_READ, callback)
-
-            with watched_signals(watch, lambda number: self._cancel(number, console)):
-                try:
-                    return self._to_the_end(selector, console)
-                except BaseException as error:
-                    with contextlib.suppress(LaunchError):  # nobody would follow the job
-                        ask("scancel", self.number)
-                    if isinstance(error, BrokenPipeError):
-                        return output_closed()
-                    raise
-                finally:
-                    for tail in self._tails:
-                        tail.close()
+        with (
+            selectors.DefaultSelector() as selector,
+            watched_signals(selector, lambda number: self._cancel(number, console)),
+        ):
+            try:
+                return self._to_the_end(selector, console)
+            except BaseException as error:
+                with contextlib.suppress(LaunchError):  # nobody would follow the job
+                    ask("scancel", self.number)
+                if isinstance(error, BrokenPipeError):
+                    return output_closed()
+                raise
+            finally:
+                for tail in self._tails:
+                    tail.close()
 
     def _to_the_end(self, selector: selectors.BaseSelector, console: Console) -> int:
         state, asked_s = "", 0.0

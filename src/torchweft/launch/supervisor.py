@@ -105,8 +105,9 @@ class Supervisor:
         """Whether the last death was as the one before, at once."""
         self._shown = 0
         self._drain_until_s: float | None = None
-        self._selector = selectors.DefaultSelector()
-        self.watch(nursery.fileno(), self._receive)
+        self.selector = selectors.DefaultSelector()
+        """``turn`` calls ``data`` of what is readable."""
+        self.selector.register(nursery, selectors.EVENT_READ, self._receive)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -133,10 +134,6 @@ class Supervisor:
         """How many restarts there were; that of a group counts once."""
         return self._plan.total()
 
-    def watch(self, descriptor: int, callback: Callable[[], object]) -> None:
-        """Has ``turn`` call ``callback`` when ``descriptor`` is readable."""
-        self._selector.register(descriptor, selectors.EVENT_READ, callback)
-
     def start(self) -> None:
         """Requests the first workers; ``turn`` requests the others."""
         while self._unstarted and self._starting < STARTS_AT_ONCE:
@@ -151,7 +148,7 @@ class Supervisor:
         restart_s = self._plan.wait_s(time.monotonic())
         if restart_s is not None and not self._nursery.is_ready():
             restart_s = max(restart_s, LOOK_S)
-        for event, _ in self._selector.select(self._wait_s(limit_s, restart_s)):
+        for event, _ in self.selector.select(self._wait_s(limit_s, restart_s)):
             event.data()
         self._show_partials()
         self._restart()
@@ -192,7 +189,7 @@ class Supervisor:
             for name in list(worker.streams):
                 with contextlib.suppress(BrokenPipeError, LaunchError):
                     self._end_stream(worker, name)
-        self._selector.close()
+        self.selector.close()
 
     def _add(self, spec: WorkerSpec, label: Label) -> None:
         key = str(next(_keys))

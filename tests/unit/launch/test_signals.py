@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,15 +13,14 @@ from torchweft.launch.signals import NUMBERS, AwaitedSignal, watched_signals
 
 
 def test_signals_are_handled_in_the_loop_and_in_order() -> None:
-    handlers: list[Callable[[], object]] = []
     heard: list[int] = []
     before = [signal.getsignal(number) for number in NUMBERS]
-    with watched_signals(lambda descriptor, callback: handlers.append(callback), heard.append):
+    with selectors.DefaultSelector() as loop, watched_signals(loop, heard.append):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert heard == []  # not in the signal handlers
-        (handle,) = handlers
-        handle()
+        ((key, _),) = loop.select()
+        key.data()
         assert heard == [signal.SIGTERM, signal.SIGINT]
     assert [signal.getsignal(number) for number in NUMBERS] == before
 
