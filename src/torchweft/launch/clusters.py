@@ -73,7 +73,7 @@ WATCH_S = 0.01
 LOOK_S = 0.1
 """Seconds between checks whether a cluster that restarts workers is closed."""
 
-NOTICE_S = 0.5
+NOTICE_S = 5.0
 """Seconds by which a worker's end may be known later than the end of its connections."""
 
 PIDS_POLL_S = 0.001
