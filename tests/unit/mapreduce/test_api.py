@@ -72,20 +72,6 @@ def nobody(value: Any) -> Any:
     return value
 
 
-def test_the_list_of_results_or_what_a_reducer_makes_of_it() -> None:
-    batch = torch.arange(5.0)
-    assert mapreduce.remote_sync_call(len, args=(batch,)) == [2, 3]
-    assert mapreduce.remote_async_call(len, args=[batch], reducer=sum).wait() == 5
-    assert mapreduce.remote_sync_call(len, args=(batch,), partitioner=1) == [5]
-    assert mapreduce.remote_sync_call(dict, kwargs={"a": 1}, partitioner="worker1") == [{"a": 1}]
-
-
-def test_without_partitioner_and_reducer_a_decorated_function_returns_the_mean() -> None:
-    assert mean(torch.arange(5.0)) == 2.0, "weighted by the sizes of the parts"
-    assert length(torch.arange(5.0)).wait() == [2, 3]
-    assert mapreduce.parallelize_sync is mapreduce.parallelize
-
-
 def test_a_decorated_function_is_called_as_said(calls: list[HereCall]) -> None:
     length(torch.arange(5.0))
     assert Owner().method(3) == [3]
@@ -113,13 +99,6 @@ def test_the_original_goes_by_a_name_of_its_own(decorated: Any, name: str) -> No
     assert pickle.loads(pickle.dumps(original)) is original
 
 
-def test_a_function_that_keeps_its_name_goes_by_it() -> None:
-    decorated = mapreduce.parallelize(0)(nobody)
-    assert decorated(1) == [1]
-    assert nobody.__qualname__ == "nobody"
-    assert name_of(nobody, main_by_name=False) == f"{__name__}:nobody".encode()
-
-
 def test_a_function_whose_name_is_given_to_the_decorated_one_goes_by_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -135,32 +114,6 @@ def test_a_function_whose_name_is_given_to_the_decorated_one_goes_by_another(
     assert decorated(1) == [1]
     assert original.__qualname__ == "rebound__parallelize_unwrapped__"
     assert name_of(original, main_by_name=False) == f"{__name__}:{original.__qualname__}".encode()
-
-
-def test_the_decorated_function_keeps_its_name() -> None:
-    assert (mean.__name__, mean.__qualname__, mean.__doc__) == (
-        "mean",
-        "mean",
-        "Says what it does.",
-    )
-    assert Owner.method.__qualname__ == "Owner.method"
-    assert pickle.loads(pickle.dumps(mean)) is mean
-
-
-def test_what_is_defined_in_a_function_goes_by_value() -> None:
-    offset = 3
-
-    def shift(value: int) -> int:
-        return value + offset
-
-    decorated = mapreduce.parallelize(0)(shift)
-    assert decorated(1) == [4]
-    assert shift.__name__ == "shift"
-    assert name_of(shift, main_by_name=True) is None
-
-
-def test_any_callable_can_be_decorated() -> None:
-    assert mapreduce.parallelize(0)(torch.add)(1, 2)[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -199,10 +152,3 @@ def test_no_part_at_a_time() -> None:
 def test_a_decorator_without_parentheses() -> None:
     with pytest.raises(ArgumentTypeError, match=r"@parallelize\(\)"):
         mapreduce.parallelize(nobody)(torch.ones(3))  # type: ignore[arg-type]
-
-
-def test_the_package_has_the_names_of_the_source_package() -> None:
-    for name in mapreduce.__all__:
-        assert getattr(mapreduce, name) is not None
-    assert {*mapreduce.api.__all__} <= {*mapreduce.__all__}
-    assert mapreduce.is_available()

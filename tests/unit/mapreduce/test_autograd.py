@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.unit.mapreduce import lone_worker
-from torchweft import mapreduce
 from torchweft.errors import AutogradError
 from torchweft.mapreduce import autograd
 
@@ -34,14 +31,6 @@ def gradient_of(tensor: Tensor) -> list[float]:
 
 
 # Ownership of gradient memory
-
-
-@pytest.mark.parametrize("only", [False, True])
-def test_a_gradient_that_is_one_number_can_be_added_to(weight: nn.Parameter, only: bool) -> None:
-    for _ in range(2):
-        with autograd.context() as context_id:
-            autograd.backward(context_id, weight.sum(), inputs=[weight] if only else None)
-    assert gradient_of(weight) == [2, 2]
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -86,21 +75,6 @@ def test_a_context_keeps_its_own_gradients(weight: nn.Parameter, only: bool) -> 
     assert held.tolist() == [3, 3]
 
 
-def test_a_gradient_with_a_graph_adds_up_without_changing_any(weight: nn.Parameter) -> None:
-    with autograd.context() as context_id:
-        total = weight.pow(3).sum()
-        autograd.backward(context_id, total, create_graph=True)
-        first = weight.grad
-        assert first is not None
-        with torch.no_grad():
-            autograd.backward(context_id, total, create_graph=True)
-        assert first.tolist() == [3, 12]
-        gradient, weight.grad = weight.grad, None
-        assert gradient is not None
-        (second,) = autograd.grad(context_id, gradient.sum(), weight)
-    assert second.tolist() == [12, -24]
-
-
 def test_a_sparse_gradient_adds_up() -> None:
     table = nn.Embedding(3, 2, sparse=True)
     for _ in range(2):
@@ -132,32 +106,3 @@ def test_a_failed_pass_leaves_gradients_as_they_were(weight: nn.Parameter) -> No
 
 def scaled(weight: Tensor, row: Tensor) -> Tensor:
     return (weight * row).sum()
-
-
-def test_threads_with_contexts_of_their_own_add_to_the_same_tensor(weight: nn.Parameter) -> None:
-    rounds, count = 5, 2
-    together = threading.Barrier(count)
-    data = torch.arange(6.0).view(3, 2)
-    each_row = mapreduce.dim_partitioner(0, exclusive=True, keepdim=False)
-
-    def train(factor: int) -> list[list[float]]:
-        found = []
-        for _ in range(rounds):
-            together.wait(LIMIT_S)
-            with autograd.context() as context_id:
-                total = mapreduce.remote_sync_call(
-                    scaled,
-                    args=(mapreduce.broadcast(weight), data * factor),
-                    partitioner=each_row,
-                    reducer=mapreduce.sum_reducer,
-                )
-                autograd.backward(context_id, total)
-                together.wait(LIMIT_S)  # The other thread has added its gradient by now.
-                found.append(autograd.get_gradients(context_id)[weight].tolist())
-        return found
-
-    with ThreadPoolExecutor(count) as pool:
-        threads = [pool.submit(train, factor) for factor in (1, 10)]
-        assert threads[0].result(LIMIT_S) == [[6, 9]] * rounds
-        assert threads[1].result(LIMIT_S) == [[60, 90]] * rounds
-    assert gradient_of(weight) == [rounds * 66, rounds * 99]

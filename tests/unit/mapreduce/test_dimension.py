@@ -1,31 +1,34 @@
-"""Tests cutting along a dimension: which worker gets which indices, and refused arguments."""
+"""Tests cutting along a dimension, the parts that are made, and refused arguments."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.tables import cases
 from tests.thorough import examples
-from tests.unit.mapreduce.fake_group import join, stay_outside
-from torchweft.errors import ArgumentTypeError, ConfigurationError
+from tests.unit.mapreduce.fake_group import join
+from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
+from torchweft.ids import WorkerInfo
 from torchweft.mapreduce.partitioners import (
     Part,
     TensorDimensionPartitioner,
     batch_partitioner,
     broadcast,
+    checked_workers,
     dim_partitioner,
     exclusive_batch_partitioner,
+    rank_of,
+    with_note,
+    without_lost,
 )
 
 Pair = namedtuple("Pair", "first second")
@@ -62,12 +65,6 @@ def test_exclusive_parts_go_to_the_workers_in_turn(keepdim: bool) -> None:
     assert {part[1][0].shape for part in parts} == {(1,) if keepdim else ()}
 
 
-@pytest.mark.parametrize(("dim", "shape"), [(1, (3, 1, 4)), (-2, (3, 1, 4)), (-1, (3, 2, 1))])
-def test_the_dimension_may_be_any(dim: int, shape: tuple[int, ...]) -> None:
-    parts = dim_partitioner(dim, exclusive=True, workers=[0])(torch.zeros(3, 2, 4))
-    assert {part[1][0].shape for part in parts} == {shape}
-
-
 def test_the_length_may_be_that_of_dimensions_counted_from_the_last() -> None:
     [part, _] = dim_partitioner(-1, workers=[0, 1])(torch.zeros(3, 4), torch.zeros(4))
     assert [tensor.shape for tensor in part[1]] == [(3, 2), (2,)]
@@ -77,13 +74,6 @@ def test_all_workers_of_the_group_get_parts_by_rank(monkeypatch: pytest.MonkeyPa
     join(monkeypatch, 3, rank=1)
     assert [part[0] for part in batch_partitioner(X)] == [0, 1, 2]
     assert [part[0] for part in exclusive_batch_partitioner(X)] == [0, 1, 2, 0, 1]
-
-
-def test_all_workers_are_those_of_the_launcher_before_there_is_a_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stay_outside(monkeypatch, 2)
-    assert [part[0] for part in batch_partitioner(X)] == [0, 1]
 
 
 def test_workers_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,17 +144,6 @@ def test_arguments_without_tensors_make_one_part_for_this_worker(
     assert dim_partitioner(0, workers=[0, 2])(*args, **kwargs) == [(1, args, kwargs)]
 
 
-def test_arguments_whose_tensors_are_all_marked_make_one_part_too() -> None:
-    [part] = batch_partitioner(broadcast(X), key=[broadcast(X)])
-    assert (part[0], part.weight) == (0, 1.0)
-    assert part[1][0] is part[2]["key"][0] is X
-
-
-def test_keywords_may_have_any_name() -> None:
-    [part] = batch_partitioner(self=X, args=X, dim=3)
-    assert list(part[2]) == ["self", "args", "dim"]
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "text"),
     [
@@ -205,11 +184,6 @@ def test_a_dimension_that_is_not_there_is_told(dim: int) -> None:
         dim_partitioner(dim)(X)
 
 
-def test_a_tensor_that_torch_cannot_cut_is_told() -> None:
-    with pytest.raises(ConfigurationError, match=r"layout torch\.sparse_coo cannot be cut"):
-        batch_partitioner(X.to_sparse())
-
-
 @pytest.mark.parametrize("dim", [0.0, "0", None, True, X])
 def test_a_dimension_that_is_no_number_is_told(dim: Any) -> None:
     with pytest.raises(ArgumentTypeError, match=r"^dim is .*; pass the number of a dimension"):
@@ -220,80 +194,6 @@ def test_a_dimension_that_is_no_number_is_told(dim: Any) -> None:
 def test_parts_of_several_indices_keep_the_dimension(make: Any) -> None:
     with pytest.raises(ConfigurationError, match="keepdim=False needs exclusive=True"):
         make(0, keepdim=False)
-
-
-def test_the_class_does_not_keep_the_dimension_by_default() -> None:
-    with pytest.raises(ConfigurationError, match="keepdim=False"):
-        TensorDimensionPartitioner(0)
-    assert TensorDimensionPartitioner(0, exclusive=True) == dim_partitioner(
-        exclusive=True, keepdim=False
-    )
-
-
-def test_workers_are_checked_when_the_partitioner_is_made() -> None:
-    with pytest.raises(ConfigurationError, match="workers is empty"):
-        dim_partitioner(0, workers=[])
-
-
-PARTITIONERS = [
-    batch_partitioner,
-    exclusive_batch_partitioner,
-    dim_partitioner(-1, exclusive=True, keepdim=False, workers=["worker1", 0]),
-]
-
-
-@cases(
-    "travel",
-    [
-        copy.deepcopy,
-        lambda value: pickle.loads(cloudpickle.dumps(value)),
-        *(
-            lambda value, protocol=protocol: pickle.loads(pickle.dumps(value, protocol))
-            for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
-        ),
-    ],
-)
-def test_a_partitioner_that_travelled_is_equal(travel: Any) -> None:
-    for partitioner in PARTITIONERS:
-        arrived = travel(partitioner)
-        assert arrived == partitioner
-        assert hash(arrived) == hash(partitioner)
-        assert [part == other for part in PARTITIONERS for other in [arrived]].count(True) == 1
-
-
-def test_a_partitioner_shows_its_options() -> None:
-    assert repr(dim_partitioner(1, workers=["a", 0])) == (
-        "TensorDimensionPartitioner(dim=1, exclusive=False, keepdim=True, workers=('a', 0))"
-    )
-
-
-@pytest.mark.parametrize(
-    "partitioner",
-    [
-        dim_partitioner(0, workers=[0, 1]),
-        dim_partitioner(0, exclusive=True),
-        dim_partitioner(0, exclusive=True, keepdim=False),
-    ],
-)
-def test_parts_stay_in_the_graph_at_any_order(partitioner: TensorDimensionPartitioner) -> None:
-    weight = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-
-    def gradient(pieces: Any) -> Tensor:
-        loss = sum(piece.pow(3).sum() for piece in pieces)
-        [first] = torch.autograd.grad(loss, weight, create_graph=True)
-        [second] = torch.autograd.grad(first.pow(2).sum(), weight)
-        return second
-
-    parts = [part[1][0] for part in partitioner(weight.tanh())]
-    torch.testing.assert_close(gradient(parts), gradient([weight.tanh()]), rtol=1e-14, atol=1e-14)
-
-
-def test_a_part_that_is_never_used_gets_no_gradient() -> None:
-    weight = torch.ones(5, requires_grad=True)
-    _, second = dim_partitioner(0, workers=[0, 1])(weight * 2)
-    second[1][0].sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [0, 0, 2, 2, 2]
 
 
 cases = st.fixed_dictionaries(
@@ -345,3 +245,69 @@ def test_parts_are_those_dealt_out_by_hand(case: dict[str, Any], data: st.DataOb
         join_again = torch.cat if keepdim else torch.stack
         whole_dim = dim if keepdim or dim >= 0 else dim + x.dim()
         assert torch.equal(join_again([part[1][0] for part in parts], whole_dim), x)
+
+
+@pytest.mark.parametrize("travel", [copy.copy, lambda part: pickle.loads(pickle.dumps(part))])
+def test_a_part_that_travelled_has_its_weight(travel) -> None:  # type: ignore[no-untyped-def]
+    arrived = travel(Part(1, (2,), {"k": 3}, weight=4.0))
+    assert type(arrived) is Part
+    assert (tuple(arrived), arrived.weight) == ((1, (2,), {"k": 3}), 4.0)
+
+
+def test_marks_do_not_add_up() -> None:
+    w = torch.zeros(2)
+    assert broadcast(broadcast(w)).value is w
+    assert broadcast({"w": broadcast(w)}).value == {"w": w}
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+def test_an_error_that_takes_no_attributes_stays_as_it_is() -> None:
+    error = Frozen(5)
+    assert with_note(error, "first") is error
+    assert not hasattr(error, "__notes__")
+
+
+@pytest.mark.parametrize("worker", [3, -1, "nobody", "", WorkerInfo("worker2", 1)])
+def test_a_worker_that_is_not_there_is_told_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch, worker: Any
+) -> None:
+    join(monkeypatch, 3)
+    with pytest.raises(ConfigurationError, match=r"^where: .*'worker0' \(0\), 'worker1'") as caught:
+        rank_of(worker, "where")
+    assert isinstance(caught.value.__cause__, UnknownWorker)
+
+
+@pytest.mark.parametrize("worker", [None, True, 1.0, [1], b"worker1"])
+def test_what_is_no_worker_is_told(worker: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^where is .*; pass the rank or the name"):
+        rank_of(worker, "where")
+
+
+def test_who_is_lost_is_left_out_unless_nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = join(monkeypatch, 3)
+    members.find(1).declare_lost("a test")
+    assert without_lost((2, 1, 0)) == (2, 0)
+    assert without_lost((1,)) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("workers", "error", "text"),
+    [
+        ("worker1", ArgumentTypeError, r"^workers is a str; pass a list, such as workers=\["),
+        (2, ArgumentTypeError, "^workers is an int; pass a list"),
+        (WorkerInfo("worker1", 1), ArgumentTypeError, "^workers is a WorkerInfo; pass a list"),
+        ([0, 1.5], ArgumentTypeError, r"^workers\[1\] is a float; pass the ranks or names"),
+        ([[0, 1]], ArgumentTypeError, r"^workers\[0\] is a list of 2; pass the ranks or names"),
+        ([None], ArgumentTypeError, r"^workers\[0\] is None; pass the ranks or names"),
+        ([], ConfigurationError, "^workers is empty; name one at least, or pass None for all"),
+    ],
+)
+def test_what_are_not_several_workers_is_told(
+    workers: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        checked_workers(workers, "workers")

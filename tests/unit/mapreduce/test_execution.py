@@ -17,8 +17,6 @@ from torchweft.errors import (
     CallCancelled,
     CallTimeout,
     NotInitialized,
-    SerializationError,
-    WorkerLost,
 )
 from torchweft.mapreduce import execution, observers
 from torchweft.mapreduce.schedule import Moved
@@ -58,10 +56,6 @@ def recorded() -> Any:
         yield
 
 
-def with_graph() -> torch.Tensor:
-    return torch.ones((), requires_grad=True) * 2
-
-
 # Results
 
 
@@ -76,18 +70,6 @@ def test_results_come_in_the_order_of_the_parts(begin: Begin) -> None:
     assert not one.execution.cancel(), "it is over"
 
 
-def test_no_parts_end_at_once(begin: Begin) -> None:
-    assert begin([], [1]).results == []
-
-
-def test_an_object_comes_before_the_parts_that_need_it(begin: Begin) -> None:
-    one = begin([1, 2, 3], has_object=True, fan_out=1)
-    assert one.calls.made == [(1, None), (2, 1), (3, 2)]
-    assert [sent.future.kept.worker for sent in one.calls.sent] == [1, 2, 3]
-    one.calls.answer_all()
-    assert one.results == [0, 10, 20]
-
-
 def test_parts_have_what_time_is_left(monkeypatch: pytest.MonkeyPatch, begin: Begin) -> None:
     now_s = 100.0
     monkeypatch.setattr(execution, "time", SimpleNamespace(monotonic=lambda: now_s))
@@ -97,11 +79,6 @@ def test_parts_have_what_time_is_left(monkeypatch: pytest.MonkeyPatch, begin: Be
     now_s = 109.0
     one.calls.answer(1)
     assert [sent.timeout for sent in one.calls.sent] == [5.0, 2.0, 0.001]
-
-
-@pytest.mark.parametrize("timeout", [0.0, -1.0])
-def test_without_a_limit_each_call_has_its_own(begin: Begin, timeout: float) -> None:
-    assert begin([1], timeout=timeout).calls.last(0).timeout == timeout
 
 
 # Concurrent threads
@@ -182,24 +159,6 @@ def test_what_is_large_is_left_to_a_task(begin: Begin) -> None:
     assert one.results == [0, 10, 20, 30]
 
 
-def test_small_parts_need_no_task(begin: Begin) -> None:
-    one = begin([1, 1], has_object=True)
-    one.calls.answer(0)
-    assert one.calls.numbers == [0, 1]
-    assert not one.tasks.tasks
-
-
-def test_a_new_object_is_made_by_a_task(begin: Begin) -> None:
-    one = begin([1, 2, 2], [1, 2, 3], has_object=True)
-    lose(one.peers[1])
-    one.calls.answer(1)
-    assert one.calls.made == [(1, None), (2, None)]
-    one.tasks.run_all()
-    assert one.calls.made == [(1, None), (2, None), (3, None)]
-    one.calls.answer_all()
-    assert one.results == [0, 10, 20]
-
-
 def test_an_answer_while_a_task_sends(begin: Begin) -> None:
     one = begin([1, 1, 2, 2], arguments=[(HEAVY,)] * 4)
     one.calls.answer(0)
@@ -211,15 +170,6 @@ def test_an_answer_while_a_task_sends(begin: Begin) -> None:
             assert not one.tasks.tasks, "the one that sends goes on"
 
     one.calls.on_send = on_send
-    one.tasks.run_all()
-    assert one.calls.numbers == [0, 2, 1, 3]
-
-
-def test_light_parts_behind_a_large_one_wait_for_their_turn(begin: Begin) -> None:
-    one = begin([1, 1, 2, 2], arguments=[(), (HEAVY,), (), ()])
-    one.calls.answer(0)
-    one.calls.answer(2)
-    assert one.calls.numbers == [0, 2]
     one.tasks.run_all()
     assert one.calls.numbers == [0, 2, 1, 3]
 
@@ -245,14 +195,6 @@ def test_a_map_of_a_worker_that_has_shut_down_can_be_given_up(begin: Begin) -> N
 
 
 # Cancelling
-
-
-def test_cancelling_ends_what_runs(begin: Begin) -> None:
-    one = begin([1, 2, 1])
-    assert one.execution.cancel()
-    assert isinstance(one.error, CallCancelled)
-    assert [sent.future.was_cancelled for sent in one.calls.sent] == [True, True]
-    assert not one.execution.cancel()
 
 
 def test_cancelling_while_the_first_parts_are_sent(make: Begin) -> None:
@@ -284,43 +226,6 @@ def test_who_is_interrupted_while_it_begins_leaves_nothing_behind(make: Begin) -
 # Errors
 
 
-def test_the_first_error_of_a_part_is_that_of_the_map(begin: Begin) -> None:
-    one = begin([1, 2, 3])
-    one.calls.answer(2)
-    one.calls.answer(1, KeyError("part 1"))
-    assert one.calls.last(0).future.was_cancelled
-    error: Any = one.error
-    assert isinstance(error, KeyError)
-    assert error.__notes__ == ["in part 1 of 3 of a map of function, on worker 'worker2'"]
-
-
-def test_an_error_while_the_other_parts_are_being_sent(make: Begin) -> None:
-    one = make([1, 2, 3])
-
-    def on_send(sent: Sent) -> None:
-        if sent.number == 1:
-            one.calls.answer(0, CallTimeout("part 0"))
-
-    one.calls.on_send = on_send
-    one.begin()
-    assert one.calls.numbers == [0, 1]
-    assert one.calls.last(1).future.was_cancelled
-    assert isinstance(one.error, CallTimeout)
-
-
-def test_a_part_that_cannot_be_sent(make: Begin) -> None:
-    one = make([1, 2])
-
-    def on_send(sent: Sent) -> None:
-        if sent.number == 1:
-            raise SerializationError("a lock")
-
-    one.calls.on_send = on_send
-    one.begin()
-    assert isinstance(one.error, SerializationError)
-    assert "part 1 of 2" in one.error.__notes__[0]  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("fan_out", [1, 4])
 def test_an_object_that_cannot_be_made_fails_the_parts_that_need_it(
     make: Begin, fan_out: int
@@ -335,19 +240,6 @@ def test_an_object_that_cannot_be_made_fails_the_parts_that_need_it(
     one.begin()
     assert isinstance(one.error, CallTimeout)
     assert one.calls.numbers == []
-
-
-class Frozen(Exception):
-    """Accepts no attributes, like an error that is a frozen dataclass."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(name)
-
-
-def test_an_error_that_takes_no_notes(begin: Begin) -> None:
-    one = begin([1, 2])
-    one.calls.answer(0, Frozen("as it is"))
-    assert isinstance(one.error, Frozen)
 
 
 def test_a_result_that_cannot_be_looked_into(begin: Begin, recorded: Any) -> None:
@@ -403,121 +295,6 @@ def test_an_end_that_cannot_be_told(
 
 
 # Losses
-
-
-def test_a_loss_that_is_known_before(make: Begin) -> None:
-    one = make([1, 2], has_object=True)
-    lose(one.peers[1])
-    one.begin()
-    assert {worker for worker, _ in one.calls.made} == {2}
-    one.calls.answer_all()
-    assert one.results == [0, 10]
-
-
-@pytest.mark.parametrize(
-    ("may_rerun", "advice"), [(True, "no worker is left"), (False, "rerun=True")]
-)
-def test_nobody_is_left(make: Begin, may_rerun: bool, advice: str) -> None:
-    one = make([1], may_rerun=may_rerun)
-    lose(one.peers[1])
-    one.begin()
-    error: Any = one.error
-    assert isinstance(error, WorkerLost)
-    assert error.worker == "worker1"
-    assert advice in error.__notes__[0]
-
-
-def test_a_loss_that_the_part_tells(begin: Begin) -> None:
-    one = begin([1, 2])
-    lose(one.peers[1])
-    one.calls.answer(0, one.peers[1].lost_error())
-    one.calls.answer(1)
-    assert [sent.worker for sent in one.calls.sent] == [1, 2, 2]
-    one.calls.answer(0)
-    assert one.results == [0, 10]
-
-
-def test_a_loss_that_the_answer_of_another_part_tells(begin: Begin) -> None:
-    one = begin([1, 2])
-    lose(one.peers[1])
-    one.calls.answer(1)
-    assert one.calls.sent[0].future.was_cancelled
-    assert one.calls.last(0).worker == 2
-    one.calls.answer(0)
-    assert one.results == [0, 10]
-
-
-def test_a_loss_between_two_parts_that_are_sent(make: Begin) -> None:
-    one = make([1, 2])
-    one.calls.on_send = lambda sent: lose(one.peers[2]) if sent.worker == 1 else None
-    one.begin()
-    assert [sent.worker for sent in one.calls.sent] == [1]
-    one.calls.answer(0)
-    one.calls.answer(1)
-    assert [sent.worker for sent in one.calls.sent] == [1, 1]
-    assert one.results == [0, 10]
-
-
-def test_what_is_called_on_behalf_of_a_part_and_lost_is_its_own_error(begin: Begin) -> None:
-    one = begin([1, 2])
-    one.calls.answer(0, WorkerLost("lost", worker="elsewhere"))
-    assert isinstance(one.error, WorkerLost)
-    assert "part 0" in one.error.__notes__[0]  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("may_rerun", [True, False])
-def test_the_loss_of_a_worker_that_has_done_its_part_is_told(
-    make: Begin, watch: Callable[[Any], None], may_rerun: bool
-) -> None:
-    watching = Watching()
-    watch(watching)
-    one = make([1, 2], may_rerun=may_rerun)
-    one.begin()
-    one.calls.answer(0)
-    lose(one.peers[1])
-    one.calls.answer(1)
-    assert one.results == [0, 10]
-    assert ("lost", "worker1", ()) in watching.events
-
-
-@pytest.mark.parametrize("may_rerun", [True, False])
-def test_an_answer_counts_though_its_worker_is_lost_by_now(begin: Begin, may_rerun: bool) -> None:
-    one = begin([1, 2], may_rerun=may_rerun)
-    one.calls.answer(1)
-    lose(one.peers[1])
-    one.calls.answer(0)
-    assert one.results == [0, 10]
-    assert one.calls.numbers == [0, 1]
-
-
-def test_without_a_graph_an_answer_counts_also_in_a_context(begin: Begin, recorded: Any) -> None:
-    one = begin([1, 2], may_rerun=False)
-    lose(one.peers[1])
-    one.calls.answer(0, 5)
-    one.calls.answer(1)
-    assert one.results == [5, 10]
-
-
-def test_a_result_is_void_if_its_graph_is_lost(begin: Begin, recorded: Any) -> None:
-    one = begin([1, 2, 2])
-    one.calls.answer(0, with_graph())
-    lose(one.peers[1])
-    one.calls.answer(1, with_graph())
-    assert one.outcomes == []
-    one.calls.answer(2, with_graph())
-    assert one.outcomes == []
-    assert (one.calls.last(0).worker, one.calls.numbers) == (2, [0, 1, 2, 0])
-    one.calls.answer(0, 1.0)
-    assert one.results[0] == 1.0
-
-
-def test_the_last_answer_is_void_if_its_worker_is_lost_by_now(begin: Begin, recorded: Any) -> None:
-    one = begin([1, 2])
-    one.calls.answer(1, with_graph())
-    lose(one.peers[1])
-    one.calls.answer(0, with_graph())
-    assert one.outcomes == []
-    assert one.calls.last(0).worker == 2
 
 
 def test_the_answer_of_an_old_attempt_is_dropped(begin: Begin) -> None:

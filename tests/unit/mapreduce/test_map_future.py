@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
 import weakref
@@ -11,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 
 from torchweft import extending
 from torchweft.errors import CallCancelled
@@ -89,42 +87,6 @@ def test_a_map_of_a_worker_that_has_shut_down_is_given_up(monkeypatch: pytest.Mo
     with pytest.raises(CallCancelled, match="given up"):
         future.wait()
     assert made.was_cancelled.is_set()
-
-
-def test_it_works_with_functions_of_torch() -> None:
-    first, second = make()[0], make()[0]
-    doubled = first.then(lambda done: done.wait() * 2)
-    both = torch.futures.collect_all([first, second])
-    first.end(2, None)
-    second.end(3, None)
-    assert doubled.wait() == 4
-    assert [each.wait() for each in both.wait()] == [2, 3]
-
-
-def test_it_can_be_awaited() -> None:
-    async def both() -> Any:
-        good, bad = make()[0], make()[0]
-        loop = asyncio.get_running_loop()
-        loop.call_soon(good.end, 5, None)
-        loop.call_soon(bad.end, None, KeyError("missing"))
-        with pytest.raises(KeyError):
-            await bad
-        return await good
-
-    assert asyncio.run(both()) == 5
-
-
-def test_a_task_that_is_cancelled_cancels_it() -> None:
-    async def give_up() -> bool:
-        future, made = make()
-        task = asyncio.ensure_future(future)
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        await asyncio.sleep(0)
-        return made.was_cancelled.is_set()
-
-    assert asyncio.run(give_up())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +16,10 @@ from torchweft.ids import WorkerInfo
 from torchweft.mapreduce.partitioners import (
     Cut,
     Part,
-    TensorDimensionPartitioner,
     batch_partitioner,
     broadcast,
     cut,
     dim_partitioner,
-    exclusive_batch_partitioner,
 )
 
 X = torch.arange(5.0)
@@ -52,12 +49,6 @@ def test_a_partitioner_names_more_workers_than_get_parts() -> None:
     assert made.workers == (2, 0, 1)
 
 
-def test_this_worker_is_among_the_workers_where_it_gets_the_only_part() -> None:
-    made = cut(dim_partitioner(workers=[2]), (1,), None)
-    assert (triples := made.parts) == [(0, (1,), {})]
-    assert (triples[0].weight, made.workers, made.is_any) == (1.0, (2, 0), True)
-
-
 @pytest.mark.parametrize("worker", [2, "worker2", WorkerInfo("worker2", 2)])
 def test_a_worker_gets_all_arguments_as_they_are(worker: Any) -> None:
     nested = [X, {"a": X}]
@@ -66,15 +57,6 @@ def test_a_worker_gets_all_arguments_as_they_are(worker: Any) -> None:
     assert (part[0], part.weight, made.workers, made.is_any) == (2, 1.0, (2,), False)
     assert part[1][0] is nested
     assert part[1][2] is part[2]["key"]["y"] is X
-
-
-@pytest.mark.parametrize("partitioner", [None, 0, lambda *args, **kwargs: [(0, args, kwargs)]])
-def test_no_arguments_are_none(partitioner: Any) -> None:
-    assert cut(partitioner).parts == [(0, (), {})]
-
-
-def test_arguments_may_be_a_list() -> None:
-    assert cut(0, [1, 2]).parts == [(0, (1, 2), {})]
 
 
 def in_reverse(*args: Any, **kwargs: Any) -> list[Any]:
@@ -102,21 +84,6 @@ def test_triples_may_be_given_in_several_ways(returned: Any) -> None:
     assert cut(lambda: returned).parts == [(1, (2,), {}), (0, (3,), {})]
 
 
-def test_a_function_may_be_a_generator_or_a_partial_or_an_object() -> None:
-    def one_by_one(count: int, *args: Any) -> Any:
-        for number in range(count):
-            yield number, args, {}
-
-    class Made:
-        def __call__(self, *args: Any) -> Any:
-            return one_by_one(2, *args)
-
-    expected = [(0, ("x",), {}), (1, ("x",), {})]
-    assert cut(one_by_one, (2, "x")).parts == expected
-    assert cut(partial(one_by_one, 2), ("x",)).parts == expected
-    assert cut(Made(), ("x",)).parts == expected
-
-
 def test_a_function_sees_marks_and_the_parts_do_not() -> None:
     seen = []
 
@@ -130,39 +97,11 @@ def test_a_function_sees_marks_and_the_parts_do_not() -> None:
     assert all(part[1][1] is X for part in made.parts)
 
 
-def test_a_function_may_leave_marks_in_what_it_returns() -> None:
-    [part] = cut(lambda x: [(1, ({"x": x},), {"y": x})], (broadcast(X),)).parts
-    assert part[1][0]["x"] is part[2]["y"] is X
-
-
 def test_a_function_may_give_parts_a_weight() -> None:
     made = cut(lambda: [Part("worker1", (), {}, weight=2.0), (0, (), {})])
     assert [(part[0], part.weight) for part in made.parts] == [(1, 2.0), (0, 1.0)]
     made = cut(lambda *args: batch_partitioner(*args)[::-1], (X,))
     assert [part.weight for part in made.parts] == [3.0, 1.0, 1.0]
-
-
-def test_objects_that_a_function_puts_into_several_parts_stay_one() -> None:
-    module, tree = torch.nn.Linear(1, 1), [X, {"a": 1}]
-    made = cut(lambda *args: [(0, args, {"t": tree}), (1, args, {"t": tree})], (module, X))
-    for part in made.parts:
-        assert (part[1][0] is module, part[1][1] is X, part[2]["t"] is tree) == (True,) * 3
-
-
-class Rotated(TensorDimensionPartitioner):
-    def __call__(self, /, *args: Any, **kwargs: Any) -> list[Part]:
-        return super().__call__(*args, **kwargs)[::-1]
-
-
-def test_a_subclass_cuts_for_any_worker_too() -> None:
-    made = cut(Rotated(0, keepdim=True), (X,))
-    assert [part[0] for part in made.parts] == [2, 1, 0]
-    assert made.is_any
-
-
-@pytest.mark.parametrize("partitioner", [None, exclusive_batch_partitioner])
-def test_a_batch_of_length_0_makes_no_parts(partitioner: Any) -> None:
-    assert cut(partitioner, (torch.zeros(0, 3), broadcast(X))).parts == []
 
 
 @pytest.mark.parametrize(
@@ -279,11 +218,6 @@ def test_an_error_of_the_partitioner_is_raised_as_it_is_with_a_note_whose_it_is(
         [note] = caught.value.__notes__
         assert note.startswith("raised by partitioner ")
         assert note.endswith("broken")
-
-
-def test_a_class_in_place_of_a_partitioner_is_told() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"dim is a Tensor of shape \(5,\)"):
-        cut(TensorDimensionPartitioner, (X,))
 
 
 def test_before_there_is_a_group_ranks_stand_for_themselves(

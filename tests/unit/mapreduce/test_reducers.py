@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import pickle
 from collections import namedtuple
 from typing import Any
@@ -27,16 +26,6 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("make", [list, tuple, iter, lambda values: (value for value in values)])
-def test_any_iterable_is_reduced(make: Any) -> None:
-    assert mean_reducer(make([ONE, TWO, FOUR, ONE])).tolist() == [2.0, 20.0]
-    assert sum_reducer(make([ONE, TWO, FOUR])).tolist() == [7.0, 70.0]
-
-
-def test_a_tensor_is_the_iterable_of_its_rows() -> None:
-    assert mean_reducer(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist() == [2.0, 3.0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("weights", [None, [1.0] * 5, [3.0] * 5, [1, 1, 1, 1, 1]])
 def test_the_plain_mean_is_that_of_torch_to_the_last_bit(dtype: torch.dtype, weights: Any) -> None:
@@ -44,13 +33,6 @@ def test_the_plain_mean_is_that_of_torch_to_the_last_bit(dtype: torch.dtype, wei
     reduced = mean_reducer(results, weights)
     assert reduced.dtype is dtype
     assert torch.equal(reduced, torch.stack(results).mean(0))
-
-
-def test_the_mean_over_parts_is_that_of_all_samples() -> None:
-    samples = random(5, 3, dtype=torch.float64)
-    parts = [samples[:2].mean(0), samples[2:].mean(0)]
-    torch.testing.assert_close(mean_reducer(parts, [2.0, 3.0]), samples.mean(0), rtol=0, atol=1e-15)
-    assert not torch.allclose(mean_reducer(parts), samples.mean(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -63,11 +45,6 @@ def test_a_weighted_mean_in_half_precision_is_rounded_once(dtype: torch.dtype) -
     assert torch.equal(reduced, exact.to(dtype).expand(2))
 
 
-def test_a_weighted_mean_of_complex_numbers_is_one() -> None:
-    reduced = mean_reducer([torch.tensor(1 + 1j), torch.tensor(4 + 2j)], [1.0, 2.0])
-    torch.testing.assert_close(reduced, torch.tensor(9 + 5j) / 3)
-
-
 def test_gradients_are_weighted_too_at_any_order() -> None:
     x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
     reduced = mean_reducer([x[0] ** 3, x[1] ** 3, x[2] ** 3], [1.0, 1.0, 2.0])
@@ -75,10 +52,6 @@ def test_gradients_are_weighted_too_at_any_order() -> None:
     torch.testing.assert_close(first.detach(), 3 * x.detach() ** 2 * torch.tensor([1, 1, 2]) / 4)
     [second] = torch.autograd.grad(first.sum(), x)
     torch.testing.assert_close(second, 6 * x.detach() * torch.tensor([1, 1, 2]) / 4)
-
-
-def test_a_result_of_weight_0_does_not_count() -> None:
-    assert mean_reducer([ONE, FOUR], [0.0, 2.0]).tolist() == FOUR.tolist()
 
 
 @pytest.mark.parametrize(
@@ -110,20 +83,6 @@ def test_trees_are_reduced_leaf_by_leaf(results: Any, mean: Any, weighted: Any, 
     assert plain(mean_reducer(results, [1.0, 2.0])) == weighted
     assert plain(sum_reducer(results)) == total
     assert type(mean_reducer(results)) is type(results[0]) or results[0] == 0.5
-
-
-def test_tensors_without_dimensions_stay_tensors_in_the_graph() -> None:
-    loss = torch.ones((), requires_grad=True)
-    reduced = mean_reducer([{"loss": loss * 2}, {"loss": loss * 4}])["loss"]
-    assert reduced.shape == ()
-    reduced.backward()
-    assert loss.grad is not None
-    assert loss.grad.item() == 3
-
-
-def test_dicts_may_differ_in_the_order_of_their_keys() -> None:
-    reduced = sum_reducer([{"a": 1, "b": [2]}, {"b": [20], "a": 10}])
-    assert list(reduced.items()) == [("a", 11), ("b", [22])]
 
 
 UNFIT = [
@@ -185,24 +144,12 @@ def test_weights_that_do_not_fit_are_told(weights: Any, text: str) -> None:
 # Arguments of a reducer.
 
 
-def of_weights(results: list[Any], weights: list[float]) -> Any:
-    return list(zip(results, weights, strict=True))
-
-
 def by_keyword(results: list[Any], *, weights: Any = None) -> Any:
     return weights
 
 
-def without(results: list[Any]) -> Any:
-    return "none"
-
-
 def positional(results: list[Any], weights: Any = "none", /) -> Any:
     return weights
-
-
-def keywords(results: list[Any], **options: Any) -> Any:
-    return options or "none"
 
 
 class Reducing:
@@ -220,38 +167,6 @@ class Reducing:
 def test_a_reducer_with_a_parameter_for_weights_gets_them(reducer: Any) -> None:
     assert reduce(reducer, [1, 2], (2.0, 3.0)) == [2.0, 3.0]
     assert reduce(reducer, [1, 2], None) == [1.0, 1.0]
-
-
-def test_a_reducer_gets_a_list_of_the_results() -> None:
-    assert reduce(of_weights, (1, 2), [2.0, 3.0]) == [(1, 2.0), (2, 3.0)]
-    assert reduce(lambda results: results, (1, 2), None) == [1, 2]
-
-
-@pytest.mark.parametrize("reducer", [without, positional, keywords])
-def test_a_reducer_without_that_parameter_does_not(reducer: Any) -> None:
-    assert reduce(reducer, [1, 2], [2.0, 3.0]) == "none"
-
-
-def test_weights_that_the_program_has_given_stay() -> None:
-    reducer = functools.partial(by_keyword, weights="own")
-    assert reduce(reducer, [1, 2], [2.0, 3.0]) == "own"
-
-
-@pytest.mark.parametrize(
-    ("reducer", "expected"),
-    [(sum, 3), (max, 2), (list, [1, 2]), (operator.itemgetter(1), 2), (len, 2)],
-)
-def test_a_reducer_may_be_one_that_has_no_signature(reducer: Any, expected: Any) -> None:
-    assert reduce(reducer, [1, 2], [2.0, 3.0]) == expected
-
-
-def test_a_reducer_may_be_a_function_of_torch() -> None:
-    assert reduce(torch.cat, [ONE, TWO], [1.0, 2.0]).tolist() == [1, 10, 2, 20]
-
-
-def test_a_mean_by_way_of_reduce_is_weighted() -> None:
-    assert reduce(mean_reducer, [ONE, FOUR], [1.0, 2.0]).tolist() == [3, 30]
-    assert reduce(mean_reducer, [ONE, TWO], [2.0, 2.0]).tolist() == [1.5, 15]
 
 
 # Failures.

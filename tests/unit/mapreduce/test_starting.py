@@ -5,15 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import HashStore
 
-from tests.unit.engine.worker.group import group_of
 from torchweft import rpc
 from torchweft.engine.worker import current
-from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.mapreduce import world
-from torchweft.mapreduce.world import auto_init_rpc, barrier, get_world_info
+from torchweft.mapreduce.world import auto_init_rpc, get_world_info
 
 VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 WEFT_VARIABLES = "WEFT_WORKER_NAME WEFT_INIT_METHOD TORCHELASTIC_RUN_ID".split()
@@ -35,35 +33,6 @@ def own_name() -> str:
     return rpc.get_worker_info().name
 
 
-def test_alone_a_process_is_a_worker_until_it_exits(at_exit: list[tuple[Any, ...]]) -> None:
-    events = []
-
-    @auto_init_rpc(lambda: events.append(f"init of {own_name()}"))
-    def main(first: int, second: int) -> torch.Tensor:
-        """Adds."""
-        events.append("main")
-        return rpc.rpc_sync("worker0", torch.add, args=(torch.tensor(first), second))
-
-    assert (main.__name__, main.__doc__) == ("main", "Adds.")
-    assert main(1, second=2) == 3
-    assert events == ["init of worker0", "main"]
-    assert get_world_info() == (0, 1, 0, 1)
-    ((leave, agent),) = at_exit
-    leave(agent)
-    assert not current.is_set()
-    leave(agent)  # Nothing is left to do.
-
-
-def test_a_main_function_that_raises_leaves_the_group() -> None:
-    @auto_init_rpc()
-    def main() -> None:
-        raise KeyError("lost")
-
-    with pytest.raises(KeyError, match="lost"):
-        main()
-    assert not current.is_set()
-
-
 @pytest.mark.parametrize(("code", "stays"), [(None, True), (0, True), (3, False), ("bad", False)])
 def test_a_program_that_ends_itself_leaves_at_once_where_it_ends_badly(
     code: object, stays: bool
@@ -75,29 +44,6 @@ def test_a_program_that_ends_itself_leaves_at_once_where_it_ends_badly(
     with pytest.raises(SystemExit):
         main()
     assert current.is_set() == stays
-
-
-def test_a_program_may_leave_before() -> None:
-    @auto_init_rpc()
-    def main() -> None:
-        rpc.shutdown()
-        raise KeyError("afterwards")
-
-    with pytest.raises(KeyError):
-        main()
-
-
-def test_who_is_a_worker_already_stays_what_it_is(
-    at_exit: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events = []
-    with group_of(2) as members:
-        monkeypatch.setattr(current, "here", members[1].agent)
-        main = auto_init_rpc(lambda: events.append("init"))(own_name)
-        assert main() == "worker1"
-        assert current.current() is members[1].agent
-        monkeypatch.undo()
-    assert (events, at_exit) == (["init"], [])
 
 
 def by_place(rank: int, size: int, local_rank: int, local_size: int) -> str:
@@ -131,11 +77,6 @@ def test_options_are_used_and_not_changed() -> None:
     assert store.check(["round"])
 
 
-def test_options_of_another_kind_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="rpc_backend_options is a dict"):
-        auto_init_rpc(rpc_backend_options={})(own_name)()  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -160,15 +101,6 @@ def test_a_launcher_that_says_half(
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "0"}, {"WORLD_SIZE": "1"}])
-def test_one_of_one_need_not_be_told_both(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    assert auto_init_rpc()(own_name)() == "worker0"
-
-
 def main_of_nothing() -> None:
     raise AssertionError
 
@@ -180,29 +112,3 @@ def test_a_main_function_in_the_place_of_worker_init_fn() -> None:
             call()
     with pytest.raises(ArgumentTypeError, match="decorates one function"):
         auto_init_rpc()(5)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("argument", ["worker_init_fn", "worker_name_format"])
-def test_what_cannot_be_called_is_refused(argument: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=f"{argument} is 'worker'; it must be a function"):
-        auto_init_rpc(**{argument: "worker"})  # type: ignore[arg-type]
-
-
-def test_built_in_functions_initialize_as_well() -> None:
-    events: list[int] = [1]
-    auto_init_rpc(events.clear)(own_name)()
-    assert events == []
-    auto_init_rpc(dict)(own_name)()
-
-
-def test_a_barrier_of_named_workers() -> None:
-    def main() -> None:
-        for names in (None, [], ["worker0"], {"worker0"}, (name for name in ["worker0"])):
-            barrier(names)
-        barrier(worker_names=["worker0"], timeout=1.0)
-        with pytest.raises(UnknownWorker, match="nobody"):
-            barrier(["worker0", "nobody"])
-        with pytest.raises(ArgumentTypeError, match="pass several names"):
-            barrier("worker0")
-
-    auto_init_rpc()(main)()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.mapreduce import trees
@@ -19,34 +18,6 @@ def test_a_branch_without_anything_of_a_kind_stays_one_object() -> None:
     flat, spec = trees.flatten({"plain": plain, "mixed": [w, numbers]}, trees.whole_unless(Tensor))
     assert [id(leaf) for leaf in flat] == [id(plain), id(w), id(numbers)]
     assert trees.unflatten(flat, spec) == {"plain": plain, "mixed": [w, numbers]}
-
-
-def test_modules_are_leaves() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    assert list(trees.leaves([module])) == [module]
-
-
-def test_a_branch_of_empty_branches_has_no_leaf() -> None:
-    assert trees.is_leafless(((), [{}]))
-    assert not trees.is_leafless(((), [None]))
-
-
-def test_paths_are_those_of_the_leaves() -> None:
-    tree = (1, {"x": [2, 3]})
-    assert trees.paths(tree) == ["[0]", "[1]['x'][0]", "[1]['x'][1]"]
-    assert trees.paths(tree, trees.whole_unless(str)) == [""]
-
-
-class Unnamed:
-    def __init__(self, *values: object) -> None:
-        self.values = values
-
-
-def test_leaves_of_what_has_no_names_are_numbered() -> None:
-    _pytree.register_pytree_node(
-        Unnamed, lambda node: (list(node.values), None), lambda values, _: Unnamed(*values)
-    )
-    assert trees.paths([Unnamed(1, 2), 3]) == [" (leaf 0)", " (leaf 1)", " (leaf 2)"]
 
 
 # Copies of modules
@@ -99,25 +70,6 @@ def test_what_is_at_two_places_stays_one(by: str) -> None:
     assert copied.first.weight is copied.second.weight is copied.also[0]
 
 
-def test_by_reference_the_tensors_are_shared() -> None:
-    model = Tied()
-    copied = module_clone(model)
-    for name, tensor in tensors(model).items():
-        assert tensors(copied)[name] is tensor
-    copied(torch.randn(5, 3))
-    assert model.norm.num_batches_tracked == 1
-
-
-def test_a_step_on_a_copy_by_reference_leaves_the_original() -> None:
-    model = nn.Linear(2, 2)
-    before = model.weight
-    copied = module_clone(model, by="reference")
-    copied._parameters["weight"] = copied.weight - 1.0  # type: ignore[assignment]
-    assert model.weight is before
-    (gradient,) = torch.autograd.grad(copied(torch.ones(2)).sum(), [before])
-    assert torch.equal(gradient, torch.ones(2, 2))
-
-
 @pytest.mark.parametrize("by", ["clone", "copy"])
 def test_clones_are_tensors_in_the_graph(by: str) -> None:
     model = nn.Linear(2, 2)
@@ -153,35 +105,6 @@ def test_detached_buffers_are_the_copys_own(by: str) -> None:
     assert model.norm.num_batches_tracked == 0
     assert torch.equal(model.norm.running_mean, torch.zeros(3))  # type: ignore[arg-type]
     assert (copied.first.weight is model.first.weight) == (by in ("reference", "ref"))
-
-
-def test_recurrent_modules_compute_with_the_copies() -> None:
-    model = nn.LSTM(2, 3)
-    copied = module_clone(model, by="clone")
-    result, _ = copied(torch.ones(4, 2))
-    result.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("by", WAYS)
-def test_to_another_device(by: str) -> None:
-    model = Tied()
-    copied = module_clone(model, by=by, device="meta")
-    assert {tensor.device.type for tensor in tensors(copied).values()} == {"meta"}
-    assert {tensor.device.type for tensor in tensors(model).values()} == {"cpu"}
-    is_parameter = isinstance(copied.first.weight, nn.Parameter)
-    assert is_parameter == by.startswith("deep")
-
-
-@pytest.mark.parametrize("by", WAYS)
-def test_a_tree_of_tensors(by: str) -> None:
-    weight = nn.Parameter(torch.ones(2))
-    copied = module_clone({"weights": [weight, 5]}, by=by)
-    tensor, number = copied["weights"]
-    assert number == 5
-    assert isinstance(tensor, Tensor)
-    assert (tensor is weight) == (by in ("reference", "ref"))
-    assert (tensor.grad_fn is not None) == (by in ("clone", "copy"))
 
 
 def test_what_cannot_work() -> None:

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tables import cases
 from tests.unit.engine.worker.group import Member, group_of
 from torchweft.engine.protocol.registration import HOST
 from torchweft.engine.worker import current
-from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitialized, UnknownWorker
+from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.ids import WorkerInfo
 from torchweft.mapreduce import world
 from torchweft.mapreduce.world import (
-    WorldInfo,
     not_on_rank,
     on_rank,
     rank_all,
@@ -31,11 +29,6 @@ on_rank rank_all rank_non_zero_only rank_zero_only WorldInfo""".split()
 
 def test_the_names_are_those_of_torchopt() -> None:
     assert sorted(world.__all__) == sorted(NAMES_OF_TORCHOPT)
-
-
-@cases("name", NAMES_OF_TORCHOPT)
-def test_each_is_defined_there(name: str) -> None:
-    assert getattr(world, name).__module__ == world.__name__
 
 
 # The place
@@ -80,23 +73,6 @@ def test_without_a_launcher_a_process_is_alone() -> None:
     assert world.get_world_info().worker_name == "worker0"
 
 
-@pytest.mark.usefixtures("launched")
-def test_what_a_launcher_says_counts_from_when_it_says_so() -> None:
-    info = world.get_world_info()
-    assert info == asked_one_by_one() == (3, 12, 1, 2)
-    assert (info.rank, info.worker_name) == (3, "worker03")
-
-
-def test_rank_has_two_names() -> None:
-    assert world.get_rank is world.get_world_rank
-
-
-@pytest.mark.usefixtures("launched")
-def test_the_name_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_WORKER_NAME", "trainer")
-    assert world.get_world_info().worker_name == "trainer"
-
-
 @pytest.mark.parametrize("variable", PLACE)
 @pytest.mark.parametrize("value", ["", "two", "-1", "1.0"])
 @pytest.mark.usefixtures("launched")
@@ -119,16 +95,6 @@ def test_a_worker_goes_by_its_group() -> None:
 
 
 @pytest.mark.usefixtures("members")
-def test_a_launcher_knows_which_worker_of_its_group_is_where(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    places = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    for variable, value in places.items():
-        monkeypatch.setenv(variable, value)
-    assert world.get_world_info() == asked_one_by_one() == (2, 4, 0, 2)
-
-
-@pytest.mark.usefixtures("members")
 def test_the_rank_of_a_worker_by_its_name() -> None:
     assert world.get_worker_id() == world.get_worker_id(id=None) == 2
     assert world.get_worker_id("worker3") == 3
@@ -136,14 +102,6 @@ def test_the_rank_of_a_worker_by_its_name() -> None:
     assert world.get_worker_id(77) == 77  # unchanged
     with pytest.raises(UnknownWorker, match=r"'nobody'.*worker0"):
         world.get_worker_id("nobody")
-
-
-@pytest.mark.usefixtures("launched")
-def test_names_mean_nothing_without_a_group() -> None:
-    assert world.get_worker_id() == 3
-    assert world.get_worker_id(5) == 5
-    with pytest.raises(NotInitialized):
-        world.get_worker_id("worker0")
 
 
 def test_a_launcher_with_variables_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,12 +112,6 @@ def test_a_launcher_with_variables_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     for variable, value in zip(names + local_names, "3512", strict=True):
         monkeypatch.setenv(variable, value)
     assert world.get_world_info() == asked_one_by_one() == (3, 5, 1, 2)
-
-
-def test_default_names_sort_by_rank() -> None:
-    names = [world.default_worker_name_format(rank, 12, 0, 1) for rank in range(12)]
-    assert names == sorted(names)
-    assert names[3] == world.default_worker_name_format(*WorldInfo(3, 12, 0, 1)) == "worker03"
 
 
 # Functions that run on some of the workers
@@ -211,15 +163,3 @@ def test_what_is_no_rank_is_refused(decorator: Callable[..., Any], rank: object)
         decorator(0, rank)
     assert isinstance(caught.value, TypeError)
     assert (f"write @{decorator.__name__}(0)" in str(caught.value)) == callable(rank)
-
-
-@pytest.mark.parametrize("decorator", [on_rank, not_on_rank])
-def test_ranks_are_not_counted_from_the_end(decorator: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigurationError, match="rank -1; ranks go from 0 on"):
-        decorator(0, -1)
-
-
-@pytest.mark.parametrize("decorator", [on_rank(0), rank_zero_only, rank_non_zero_only])
-def test_what_is_no_function_is_refused(decorator: Callable[..., Any]) -> None:
-    with pytest.raises(ArgumentTypeError, match="and 0 is none"):
-        decorator(0)
