@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.pipeline import (
     BATCH,
-    CutError,
-    Schedule1F1B,
     ScheduleGPipe,
     SplitPoint,
     StageMismatch,
@@ -26,7 +24,6 @@ from torchweft.pipeline import (
     cut_model,
     cut_sequential,
 )
-from torchweft.pipeline.copies import separated
 from torchweft.pipeline.cutting import find_ties
 from torchweft.pipeline.partition import LayerProfile, Plan, Profile
 
@@ -79,17 +76,6 @@ def test_a_number_of_stages_balances_weights_or_measured_times() -> None:
         cut_model(wide, {}, profile=times)
 
 
-def test_a_plan_gives_the_cuts() -> None:
-    made = cut_by_plan(model(), Plan.manual([1, 3], n_layers=4), Schedule1F1B(4).table(3))
-    assert children(made) == [["layer0"], ["layer1", "layer2"], ["layer3"]]
-    replicated = Plan.manual([3], [2, 1], n_layers=4)
-    table = Schedule1F1B(4, replicas=(2, 1)).table(3)
-    assert children(cut_by_plan(model(), replicated, table)) == [
-        ["layer0", "layer1", "layer2"],
-        ["layer3"],
-    ]
-
-
 def test_a_plan_that_model_or_schedule_do_not_have() -> None:
     replicated = Plan.manual([3], [2, 1], n_layers=4)
     with pytest.raises(
@@ -124,20 +110,6 @@ def test_updated_buffers_cannot_be_shared() -> None:
     assert find_ties([constant, constant]) == ()
 
 
-def test_stages_of_one_worker_have_copies_of_their_own() -> None:
-    first, second, third = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-    second.weight = first.weight
-    make = functools.partial(nn.Linear, 2, 2)
-    found = separated({0: first, 1: second, 2: third, 3: make})
-    assert found[0] is first
-    assert found[2] is third
-    assert found[3] is make
-    apart = found[1]
-    assert isinstance(apart, nn.Linear)
-    assert apart.weight is not first.weight
-    assert torch.equal(apart.weight, first.weight)
-
-
 # Text
 
 
@@ -156,29 +128,6 @@ def test_a_table_of_the_stages() -> None:
         "    0  layer0, layer1.0               12   48 B  all from the batch",
         "    1  layer1.1, layer2, layer3       12   48 B  layer1_0 from stage 0",
     ]
-
-
-def test_the_values_that_a_stage_takes_as_text() -> None:
-    wiring = Wiring.checked(
-        [[Take(BATCH, "x"), Take(BATCH, "y")], [0], [Take(0, 1), 1, Take(BATCH, "y", "mask")]]
-    )
-    assert [wiring.text(stage) for stage in range(3)] == [
-        "x, y from the batch",
-        "all from stage 0",
-        "1 from stage 0; all from stage 1; y from the batch",
-    ]
-    lazy = Stages((nn.LazyLinear(2), model, nn.Linear(2, 2)), Wiring.chain(3, spreads=True))
-    assert [line.split()[1:3] for line in str(lazy).splitlines()[1:]] == [
-        ["LazyLinear", "?"],
-        ["model()", "?"],
-        ["Linear", "6"],
-    ]
-
-
-def test_errors_have_fields() -> None:
-    with pytest.raises(CutError) as caught:
-        cut_sequential(model(), ["layer1.0"])
-    assert caught.value.module == "layer1.0"
 
 
 def chain(*parts: object) -> Stages:
@@ -220,11 +169,6 @@ def test_the_shapes_of_each_stage() -> None:
         "(float32[3, 3], {'sum': float32[3]})",
         "float32[3, 2]",
     )
-
-
-def test_a_stage_may_change_a_value_in_place_that_it_alone_takes() -> None:
-    found = check_stages(chain(nn.Linear(3, 4), nn.ReLU(inplace=True)), torch.ones(4, 3), 2)
-    assert found[1] == "float32[2, 4]"
 
 
 def test_nothing_is_computed_and_no_stage_is_changed() -> None:
@@ -303,12 +247,6 @@ def test_a_buffer_that_a_stage_changes_cannot_be_in_two_stages() -> None:
     ):
         check_stages(both, torch.ones(2, 3))
     assert counter.calls == 0
-
-
-def test_a_part_that_the_output_does_not_have() -> None:
-    wiring = Wiring.checked([[BATCH], [Take(0, "hidden")]])
-    with pytest.raises(ConfigurationError, match=r"stage 1 takes part 'hidden' .* float32"):
-        check_stages(Stages((nn.Linear(3, 3), nn.Linear(3, 3)), wiring), torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("unknown", [ByValue(), Numpy(), functools.partial(nn.Linear, 3, 3)])

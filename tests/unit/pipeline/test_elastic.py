@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.errors import ConfigurationError
 from torchweft.pipeline.elastic import (
-    FreezeAt,
     FreezeByNorm,
     FreezeFraction,
     Freezing,
@@ -39,26 +38,6 @@ def test_the_layer_with_the_smallest_gradient_bounds_the_fraction() -> None:
     assert rule.n_frozen(1, 0, [0.9, 0.5, 0.5, 0.3, 0.2, 0.9]) == 2  # a third of six
     assert rule.n_frozen(2, 2, [0.0, 0.0, 0.5, 0.1, 0.2, 0.9]) == 3
     assert rule.n_frozen(2, 2, [0.0, math.inf, math.inf, 0.5, 0.2, 0.9]) == 3
-
-
-def test_given_numbers_at_given_epochs() -> None:
-    assert frozen_after(FreezeAt({2: 3, 4: 2, 5: 6}), 5, [1.0] * 8) == [0, 3, 3, 3, 6]
-
-
-def test_numbers_out_of_range() -> None:
-    for fraction in (0.0, 1.0, -1.0, float("nan")):
-        with pytest.raises(ConfigurationError, match="above 0 and below 1"):
-            FreezeFraction(fraction)
-        with pytest.raises(ConfigurationError, match="above 0 and below 1"):
-            FreezeByNorm(fraction)
-    with pytest.raises(ConfigurationError, match="1 or more"):
-        FreezeFraction(first=0)
-
-
-def test_the_length_of_twelve_even_layers_on_four_workers() -> None:
-    limit = largest_part([1.0] * 12, 4)
-    lengths = [choose_length([1.0] * (12 - frozen), 4, limit) for frozen in (0, 4, 6, 8, 9, 11)]
-    assert lengths == [4, 4, 2, 2, 1, 1]
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=12), st.integers(1, 8), st.data())
@@ -102,13 +81,6 @@ def test_every_sample_once_an_epoch(count: int, batch: int, seed: int) -> None:
         assert set(numbers) <= set(range(count))
 
 
-def test_epochs_and_seeds_differ() -> None:
-    first, second = taken(Samples(64, 64), 2)
-    assert first != second
-    assert taken(Samples(64, 64, seed=1), 1) != [first]
-    assert taken(Samples(64, 64), 1) == [first]
-
-
 @given(st.integers(0, 11))
 def test_it_goes_on_where_its_state_was_taken(place: int) -> None:
     expected = taken(Samples(12, 3, seed=5), 3)
@@ -137,8 +109,3 @@ def test_a_state_that_is_loaded_within_an_epoch_counts_at_the_next_batch() -> No
                 samples.load_state_dict(state)
                 state = None
     assert found == expected[:6] + expected[3:]
-
-
-def test_numbers_must_be_whole() -> None:
-    with pytest.raises(ArgumentTypeError, match="count"):
-        Samples(1.5, 1)  # type: ignore[arg-type]

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import pipelining
 
 from tests.unit.pipeline.stages_alone import compare, run, sent
-from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.pipeline import BATCH, CutError, SplitPoint, StageMismatch, Take, cut_model
+from torchweft.errors import ConfigurationError
+from torchweft.pipeline import BATCH, CutError, SplitPoint, Take, cut_model
 from torchweft.pipeline.tracing import Operation, TracedStage, Value
 
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
@@ -60,46 +59,6 @@ CUT = {"after": BEGINNING}
 # What goes between the stages
 
 
-def test_a_cut_within_a_residual_block_sends_the_skip() -> None:
-    model = Model()
-    stages = cut_model(model, {"before.second": BEGINNING, "after.first": END})
-    assert stages.wiring.takes == (
-        (Take(BATCH),),
-        (Take(0, "add"),),
-        (Take(1, "add_1"), Take(1, "after_first")),
-    )
-    compare(stages, model, batch := inputs(), model(batch), mean_square)
-
-
-def test_the_enum_of_torch_works_as_well() -> None:
-    found = cut_model(Model(), {"after": pipelining.SplitPoint.BEGINNING})  # type: ignore[dict-item]
-    assert found.wiring == cut_model(Model(), CUT).wiring
-
-
-class Twice(nn.Module):
-    """One module in the first and in the last stage; one weight under three names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.middle, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.last.weight = self.shared.weight
-        self.alias = self.shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.shared(self.middle(self.shared(x).tanh()).tanh()) * self.last.bias)
-
-
-def test_a_module_of_two_stages_is_in_both_and_tied() -> None:
-    model = Twice().double()
-    stages = cut_model(model, {"middle": BEGINNING, "last": BEGINNING})
-    assert stages.ties == (
-        ((0, "shared.weight"), (1, "shared.weight"), (2, "last.weight")),
-        ((0, "shared.bias"), (1, "shared.bias")),
-        ((1, "last.bias"), (2, "last.bias")),
-    )
-    compare(stages, model, batch := inputs(), model(batch), mean_square)
-
-
 class Inputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -129,48 +88,6 @@ def test_the_batch_has_the_form_of_the_examples() -> None:
         stages = cut_model(model, cut, args, kwargs)
         assert stages.wiring.takes[1] == (Take(0, "mul"), *takes)
         compare(stages, model, batch, model(*args, **kwargs), mean_square)
-
-
-class OneDict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-        return self.b(self.a(batch["x"])) + batch["y"], batch["y"].shape[0]
-
-
-def test_a_batch_may_be_one_dict() -> None:
-    model = OneDict().double()
-    batch = {"x": inputs(), "y": inputs()}
-    stages = cut_model(model, {"b": BEGINNING}, (batch,))
-    compare(stages, model, batch, model(batch), lambda output: mean_square(output[0]))
-
-
-class Pairs(nn.Module):
-    """The first block returns more than is used later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.split, self.last = Split(), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.split(x)
-        return self.last(found["second"][0])
-
-
-class Split(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"first": x.exp(), "second": (x * 2, x * 3)}
-
-
-def test_only_the_used_part_of_an_output_is_sent() -> None:
-    model = Pairs().double()
-    stages = cut_model(model, {"split": END})
-    parts = sent(stages)
-    first = parts[0](x := inputs())
-    assert [type(each) for each in first.values()] == [Tensor]
-    assert torch.equal(run(stages, parts, x), model(x))
 
 
 # What a trace keeps
@@ -220,50 +137,6 @@ def test_arguments_that_depend_on_the_mode_follow_it() -> None:
             expected = copy.deepcopy(model).train(mode)(x)
             torch.manual_seed(0)
             assert torch.equal(run(stages, parts, x), expected)
-
-
-def test_a_model_of_other_operations_in_evaluation_is_cut_for_one_mode() -> None:
-    def between(model: Model, x: Tensor) -> Tensor:
-        return x.tanh() * 2 if model.training else x
-
-    model = Model(between)
-    parts = sent(stages := cut_model(model, CUT))
-    x = inputs()
-    assert torch.equal(run(stages, parts, x), model(x))
-    parts[0].eval()
-    with pytest.raises(CutError, match="does other operations in evaluation mode; cut it in eval"):
-        run(stages, parts, x)
-    model.eval()
-    stages = cut_model(model, CUT)
-    assert torch.equal(run(stages, sent(stages), x), model(x))
-
-
-class Kept(nn.Module):
-    """All kinds of tensors that a model may have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.never = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.register_buffer("kept", torch.rand(3))
-        self.register_buffer("dropped", torch.rand(3), persistent=False)
-        self.unused = nn.Parameter(torch.rand(3))
-        self.plain = torch.rand(3)
-        self.gains = nn.ParameterList([nn.Parameter(torch.rand(3)) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x) * self.kept + self.plain
-        x = self.b(x) * self.dropped - torch.tensor([1.0, 2.0, 3.0])
-        return x * self.gains[0] + self.gains[1] * self.gains[0].shape[0]
-
-
-def test_all_names_of_the_state_are_kept_and_the_model_is_as_before() -> None:
-    model = Kept().double()
-    attributes = set(vars(model))
-    stages = cut_model(model, {"b": BEGINNING}, (inputs(),))
-    compare(stages, model, batch := inputs(), model(batch), mean_square)
-    assert set(vars(model)) == attributes
-    names = {name for part in sent(stages) for name, _ in part.named_buffers()}
-    assert names == {"kept", "dropped"}
 
 
 def test_values_are_released_after_their_last_use() -> None:
@@ -375,39 +248,6 @@ def test_control_flow_that_no_trace_sees_is_found_with_an_example() -> None:
 
     with pytest.raises(CutError, match=r"return float64\[1, 3\], and the model float64\[2, 3\]"):
         cut_model(Model(between), CUT, (inputs(),))
-
-
-def test_examples_that_do_not_fit() -> None:
-    with pytest.raises(ConfigurationError, match="cannot be called with these examples: too many"):
-        cut_model(Model(), CUT, (inputs(), 1))
-    with pytest.raises(StageMismatch, match=r"stage 0 cannot take float64\[3, 2\] from the batch"):
-        cut_model(Model(), CUT, (inputs().T.contiguous(),))
-
-
-class Many(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, *each: Tensor, scale: float = 1.0) -> Tensor:
-        return self.b(self.a(each[0]) + each[1]) * scale
-
-
-def test_positional_arguments_without_names() -> None:
-    model, x = Many().double(), inputs()
-    stages = cut_model(model, {"b": BEGINNING}, (x, x))
-    compare(stages, model, (x, x), model(x, x), mean_square)
-    with pytest.raises(ConfigurationError, match="2 of the positional arguments have no name"):
-        cut_model(model, {"b": BEGINNING}, (x, x), {"scale": 2.0})
-
-
-def test_arguments_of_another_kind() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"the cut at 'after' is 'BEGINNING', a str"):
-        cut_model(Model(), {"after": "BEGINNING"})  # type: ignore[dict-item]
-    with pytest.raises(ArgumentTypeError, match=r"the model is a Model; pass an nn.Sequential"):
-        cut_model(Model(), 2)
-    with pytest.raises(ArgumentTypeError, match="cuts is a list"):
-        cut_model(Model(), ["after"])  # type: ignore[arg-type]
 
 
 def test_a_normalization_of_two_stages_would_update_one_buffer() -> None:

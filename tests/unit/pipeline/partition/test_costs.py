@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.thorough import share
 from torchweft.pipeline.partition import Cluster, LayerProfile, PartitionError, Plan, Profile
-from torchweft.pipeline.partition.costs import bytes_text, layers_text, seconds_text
+from torchweft.pipeline.partition.costs import bytes_text, seconds_text
 
 
 def played_through(kind: str, forward: list[float], backward: list[float], count: int) -> float:
@@ -53,16 +53,6 @@ def predicted(kind: str, forward: Iterable[float], backward: Iterable[float], co
     return made.step_seconds
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("count", [1, 3, 4, 9])
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
-def test_a_step_of_even_stages_is_predicted_exactly(kind: str, count: int, n_stages: int) -> None:
-    forward, backward = [1.0] * n_stages, [2.0] * n_stages
-    step = played_through(kind, forward, backward, count)
-    assert step == 3 * (count + n_stages - 1)  # the same from the literature
-    assert predicted(kind, forward, backward, count) == pytest.approx(step)
-
-
 @given(
     st.lists(st.integers(1, 9).map(float), min_size=1, max_size=5),
     st.sampled_from([0.5, 1.0, 2.0, 3.0]),
@@ -77,13 +67,6 @@ def test_a_step_of_uneven_stages_is_exact_for_gpipe_and_not_too_short_for_1f1b(
     assert predicted("gpipe", forward, backward, count) == pytest.approx(times["gpipe"])
     ratio_of_1f1b = predicted("1f1b", forward, backward, count) / times["1f1b"]
     assert 1 - 1e-9 <= ratio_of_1f1b <= 1.5
-
-
-def test_replicas_divide_the_micro_batches() -> None:
-    profile = Profile((LayerProfile("layer", 1.0, 2.0, 0, 0, 0),), 1)
-    for replicas, count in [(2, 4), (3, 7), (4, 4)]:
-        made = Plan.manual([], [replicas], profile, n_microbatches=count)
-        assert made.step_seconds == 3 * math.ceil(count / replicas)
 
 
 @pytest.mark.parametrize(
@@ -134,15 +117,6 @@ def test_mistakes_are_named(arguments: tuple[Any, ...], message: str) -> None:
         Cluster(*arguments)
 
 
-def test_the_slowest_link_counts() -> None:
-    cluster = Cluster(5, 8.0, workers_per_host=2, host_bandwidth=2.0)
-    assert cluster.bandwidth_among(range(2, 4)) == 8.0
-    assert cluster.bandwidth_among(range(1, 3)) == 2.0
-    assert cluster.bandwidth_among(range(4, 5)) == 8.0
-    assert Cluster(3, math.inf).bandwidth_among(range(3)) == math.inf
-    assert (Cluster(3, 1.0).limit, Cluster(3, 1.0, 7).limit) == (math.inf, 7)
-
-
 # Tests which measurements there can be.
 
 
@@ -158,18 +132,6 @@ def test_costs_are_finite_and_not_negative(field: str, value: float) -> None:
     )
     with pytest.raises(PartitionError, match=f"layer 'fc' has {field}={value}; it must be finite"):
         LayerProfile(name="fc", **{**numbers, field: value})
-
-
-def test_a_profile_has_layers_and_a_batch() -> None:
-    with pytest.raises(PartitionError, match="no layers"):
-        Profile((), 1)
-    with pytest.raises(PartitionError, match="batch_size=0"):
-        Profile((LayerProfile("a", 0, 0, 0, 0, 0),), 0)
-
-
-def test_optimizer_state_is_rounded_up() -> None:
-    assert LayerProfile("a", 0, 0, 0, 0, 5, optimizer_ratio=0.5).optimizer_bytes == 3
-    assert LayerProfile("a", 0, 0, 0, 0, 5).optimizer_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -200,9 +162,3 @@ def test_seconds(seconds: float, text: str) -> None:
 )
 def test_bytes(size: int, text: str) -> None:
     assert bytes_text(size) == text
-
-
-def test_layers() -> None:
-    assert layers_text(range(2, 3), ["conv"]) == "2 conv"
-    assert layers_text(range(2, 5), ["conv", "relu", "pool"]) == "2-4 conv … pool"
-    assert layers_text(range(2, 5), []) == "2-4"

@@ -47,14 +47,6 @@ def test_a_plan_by_hand_predicts_what_the_planner_would() -> None:
     assert Plan.manual(made.cuts, made.replicas, PROFILE, cluster, **options) == made
 
 
-def test_without_a_cluster_links_cost_nothing() -> None:
-    made = Plan.manual([3], profile=PROFILE, n_microbatches=3)
-    assert [stage.cost.transfer_seconds for stage in made.stages if stage.cost] == [0, 0]
-    assert made.step_seconds == pytest.approx(0.18 + 2 * 0.09)
-    assert made.utilisation == pytest.approx(3 * 0.18 / (2 * 0.36))
-    assert made.slowest == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -112,19 +104,3 @@ def test_text_of_a_synchronous_plan() -> None:
     assert first[:5] == ["0", "0-3", "0:Linear", "…", "3:Linear"]
     assert " ".join(first[5:]) == ("0-2 120 ms 168 ms 21.0 ms 528 ms compute 2 1 32.0 MiB 128 MiB")
     assert " ".join(second[5:]) == "3 60.0 ms 0 0 660 ms compute 1 1 12.0 MiB 128 MiB"
-
-
-def test_text_of_an_asynchronous_plan_without_limits() -> None:
-    layers = (LayerProfile("a", 0.1, 0.2, 10**9, 0, 0), LayerProfile("b", 0.1, 0, 0, 0, 2048))
-    made = Plan.manual(
-        [1], None, Profile(layers, 4), Cluster(2, 1e9), schedule="pipedream-stashing"
-    )
-    lines = str(made).splitlines()
-    assert lines[1:4] == [
-        "pipedream-stashing, a step is 1 minibatch of 4: 2.00 s",
-        "limited by the transfer of stage 0; workers compute 10% of the time",
-        "load: time between two micro-batches, if the stage were the slowest",
-    ]
-    first = "0 0 a 0 300 ms 0 2.00 s 2.00 s transfer 2 2 0 none"
-    assert lines[6].split() == first.split()
-    assert lines[7].split()[-6:] == "1 4.00 KiB + optimizer none".split()

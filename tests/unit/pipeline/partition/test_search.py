@@ -100,13 +100,6 @@ def test_no_pipeline_is_better(problem: Problem) -> None:
     assert least <= found.largest + found.tolls <= least / (1 - STEP_PRECISION)
 
 
-@pytest.mark.parametrize("way", ["best_load", "cheapest"])
-def test_of_equal_pipelines_the_shortest_is_taken(way: str) -> None:
-    zeros = np.where(np.tri(5, dtype=bool), math.inf, 0.0)
-    search = Search(4, 3, lambda *_: zeros, lambda *_: np.zeros(5), lambda n: range(n, 0, -1))
-    assert getattr(search, way)().stages == ((range(4), 3),)
-
-
 # Tests the planner against all plans, and the choices that it must make.
 
 
@@ -240,32 +233,6 @@ def check_predictions(case: Case, made: Plan) -> None:
     assert sum(cost.transfer_seconds for cost in costs) == pytest.approx(expected.transfers)
 
 
-# The choices
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_heavy_computation_is_replicated_and_heavy_weights_are_not(kind: str) -> None:
-    made = planned(convolutions_then_linear(), kind)
-    assert made.shape == "3-1"
-    assert made.stages[0].layers.stop <= 6  # none of the linear layers
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_workers_than_layers(kind: str) -> None:
-    assert planned(even(1, 400 * MIB, MIB), kind).shape == "4"
-    made = planned(even(2, weights=400 * MIB, output=MIB // 16), kind)
-    assert len(made.stages) == 2
-    assert sum(stage.replicas for stage in made.stages) == 4
-
-
-def test_replicas_stay_within_a_host() -> None:
-    profile = even(8, weights=4 * MIB, output=MIB // 16)
-    alike = Cluster(4, bandwidth=1e9)
-    assert planned(profile, "pipedream-stashing", cluster=alike).shape == "4"
-    hosts = Cluster(4, bandwidth=1e9, workers_per_host=2, host_bandwidth=1e8)
-    assert planned(profile, "pipedream-stashing", cluster=hosts).shape == "2-2"
-
-
 # Memory
 
 
@@ -281,16 +248,6 @@ def test_where_the_fastest_plan_does_not_fit_the_next_best_is_taken() -> None:
     # All activations of a step at once are too much, wherever the cuts are.
     with pytest.raises(DoesNotFit):
         planned(profile, "gpipe", cluster=cluster)
-
-
-def test_stashed_weights_need_memory_where_most_micro_batches_are_in_flight() -> None:
-    profile = even(4, weights=100 * MIB, output=0)
-    needed = [500 * MIB + 32 * MIB, 400 * MIB + 24 * MIB, 300 * MIB + 16 * MIB, 200 * MIB + 8 * MIB]
-    options: dict[str, Any] = {"schedule": "pipedream-stashing", "profile": profile}
-    made = Plan.manual([1, 2, 3], cluster=Cluster(4, 1e9, needed[0]), **options)
-    assert [stage.cost.memory_bytes for stage in made.stages if stage.cost] == needed
-    with pytest.raises(DoesNotFit, match="stage 0 "):
-        Plan.manual([1, 2, 3], cluster=Cluster(4, 1e9, needed[0] - 1), **options)
 
 
 def test_layers_whose_weights_do_not_fit_a_worker_are_named() -> None:
@@ -364,35 +321,6 @@ def test_no_cut_is_better(weights: list[int], data: st.DataObject) -> None:
     assert len(made.stages) == n_stages
     best = min(map(quality, layer_cuts(len(weights), n_stages)))
     assert quality(tuple(stage.layers for stage in made.stages)) == best
-
-
-def test_a_profile_is_balanced_by_time() -> None:
-    #                          forward, backward, output, saved, weights
-    profile = Profile(
-        (
-            LayerProfile("slow", 4.0, 4.0, 0, 1, 1),
-            LayerProfile("wide", 1.0, 1.0, 0, 90, 1),
-            LayerProfile("wide", 1.0, 1.0, 0, 90, 1),
-            LayerProfile("heavy", 1.0, 1.0, 0, 1, 5, fixed_bytes=1, optimizer_ratio=2.0),
-        ),
-        batch_size=1,
-    )
-    assert balance(profile, 2) == (1,)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], 1), "no layers"),
-        (([1, 2], 3), "2 layers cannot form 3 stages; pass n_stages from 1 to 2"),
-        (([1, 2], 0), "2 layers cannot form 0 stages"),
-        (([1, -2], 1), "layer 1 has weight -2; it must be 0 or more"),
-        (([1, float("nan")], 1), "layer 1 has weight nan"),
-    ],
-)
-def test_mistakes_are_named_of_balancing(arguments: Any, message: str) -> None:
-    with pytest.raises(PartitionError, match=message):
-        balance(*arguments)
 
 
 def test_many_layers() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +11,6 @@ from tests.unit.pipeline.schedules.all_schedules import AnySchedule, replicated,
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline.schedules import (
     Kind,
-    Schedule1F1B,
     ScheduleError,
     SchedulePipeDream,
     Table,
@@ -63,16 +60,6 @@ def test_a_row_is_1f1b_with_updates() -> None:
     )
 
 
-def test_replicas_take_turns_and_update_together() -> None:
-    table = SchedulePipeDream(4, replicas=(2, 1)).table(3)
-    assert table.to_csv() == (
-        "0F0,0F2,0B0,0U1,0B2,0U3\n"
-        "0F1,0F3,0B1,0U1,0B3,0U3\n"
-        "1F0,1B0,1U0,1F1,1B1,1U1,1F2,1B2,1U2,1F3,1B3,1U3\n"
-    )
-    assert SchedulePipeDream(replicas=(2, 1)).placement(3) == ((0,), (0,), (1,))
-
-
 def test_2bw_updates_after_as_many_minibatches_as_workers() -> None:
     def updated(schedule: SchedulePipeDream) -> list[int]:
         row = schedule.table(4).rows[0]
@@ -81,13 +68,6 @@ def test_2bw_updates_after_as_many_minibatches_as_workers() -> None:
     assert updated(SchedulePipeDream(10, "2bw")) == [3, 7, 9]
     assert updated(SchedulePipeDream(10, "2bw", accumulate=5)) == [4, 9]
     assert updated(SchedulePipeDream(10, "stashing", accumulate=3)) == [2, 5, 8, 9]
-
-
-@pytest.mark.parametrize("accumulate", [4, 6, 8])
-def test_2bw_keeps_two_versions_with_any_accumulation(accumulate: int) -> None:
-    table = SchedulePipeDream(40, "2bw", accumulate=accumulate).table(4)
-    check(table)
-    assert versions_of(table).held == (2, 2, 2, 2)
 
 
 def test_accumulation_fits_workers_and_replicas() -> None:
@@ -114,14 +94,6 @@ def test_wrong_arguments_are_refused() -> None:
         SchedulePipeDream(2, replicas=(3, 1)).table(4)
 
 
-def test_minibatches_follow_each_other_without_a_pause() -> None:
-    row = SchedulePipeDream(50).table(4).rows[0]
-    middle = [action.kind for action in row[20:80]]
-    turn = [Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE]
-    follows = dict(zip(turn, turn[1:] + turn[:1], strict=True))
-    assert all(follows[before] is after for before, after in pairwise(middle))
-
-
 def held_by_sets(table: Table, used: Versions) -> tuple[int, ...]:
     """Counts the versions that are needed at each place of each row, as a set."""
     peaks = []
@@ -139,14 +111,6 @@ def held_by_sets(table: Table, used: Versions) -> tuple[int, ...]:
                 peak = max(peak, len(needed | {len(updates)}))
         peaks.append(peak)
     return tuple(peaks)
-
-
-@pytest.mark.parametrize(
-    ("weights", "held"),
-    [("stashing", (4, 3, 2, 1)), ("vertical-sync", (4, 4, 4, 4)), ("2bw", (2, 2, 2, 2))],
-)
-def test_versions_held_on_4_workers(weights: str, held: tuple[int, ...]) -> None:
-    assert versions_of(SchedulePipeDream(40, weights).table(4)).held == held
 
 
 @settings(max_examples=share(100))
@@ -177,7 +141,3 @@ def test_the_schedule_knows_the_versions_of_its_table(drawn: tuple[AnySchedule, 
             assert version == 0
     if table.weights is Weights.DOUBLE_BUFFERED:
         assert max(versions.held) <= 2
-
-
-def test_a_synchronous_table_has_one_version() -> None:
-    assert versions_of(Schedule1F1B(8).table(4)).held == (1, 1, 1, 1)

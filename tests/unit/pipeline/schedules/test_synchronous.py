@@ -35,7 +35,6 @@ from torchweft.pipeline.schedules import (
     Table,
     check,
 )
-from torchweft.pipeline.schedules.synchronous import Lane, Phase, write_row
 
 Drawn = tuple[AnySchedule, int]
 
@@ -91,34 +90,6 @@ def test_counts_are_positive_integers(kind: type) -> None:
         kind(8).placement(-1)
 
 
-LANE = Lane([(0, 0), (0, 1), (0, 2)], [(0, 0), (0, 1), (0, 2)])
-
-
-def written(*phases: Phase) -> str:
-    return " ".join(map(str, write_row(phases, LANE)))
-
-
-def test_a_name_with_nothing_left_to_do_is_passed_over() -> None:
-    assert written(Phase(2, "F0"), Phase(5, "F0 B0")) == "0F0 0F1 0F2 0B0 0B1 0B2"
-
-
-def test_weight_parts_are_those_of_the_oldest_input_parts() -> None:
-    row = written(Phase(3, "F0"), Phase(1, "W"), Phase(2, "I0"), Phase(9, "I0 W"))
-    assert row == "0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2"
-
-
-def test_lanes_have_their_own_order_and_share_weight_parts() -> None:
-    other = Lane([(5, 1), (5, 0)], [(5, 0), (5, 1)])
-    row = write_row([Phase(2, "F1 F0 I1 I0"), Phase(4, "W")], LANE, other)
-    assert " ".join(map(str, row)) == "5F1 0F0 5I0 0I0 5F0 0F1 5I1 0I1 5W0 0W0 5W1 0W1"
-
-
-def test_replicas_take_turns() -> None:
-    rows = "0F0,0F2,0B0,0F4,0B2,0B4\n0F1,0F3,0B1,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,1F4,1B4\n"
-    assert Schedule1F1B(5, replicas=(2, 1)).table(3).to_csv() == rows
-    assert Schedule1F1B(5, replicas=(2, 1)).placement(3) == ((0,), (0,), (1,))
-
-
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
 def test_replicas_fit_workers_and_microbatches(kind: type) -> None:
     with pytest.raises(ScheduleError, match=r"sum is 5, or 4 workers"):
@@ -130,11 +101,6 @@ def test_replicas_fit_workers_and_microbatches(kind: type) -> None:
     with pytest.raises(ArgumentTypeError, match=r"replicas is 4, an int; pass the number of"):
         kind(2, replicas=4)
     assert kind(3, replicas=[2, 1]).replicas == (2, 1)
-
-
-def test_a_worker_has_a_stage() -> None:
-    with pytest.raises(ConfigurationError, match="stages_per_worker is 0; pass 1 or more"):
-        ScheduleInterleaved1F1B(4, 0)
 
 
 @pytest.mark.parametrize("kind", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
@@ -167,22 +133,6 @@ def test_the_error_has_the_numbers() -> None:
         11,
     )
     assert isinstance(error, ConfigurationError)
-
-
-def test_rows_of_zbv() -> None:
-    assert ScheduleZBVZeroBubble(4).table(2).to_csv() == (
-        "0F0,0F1,0F2,3F0,3I0,3W0,3F1,3I1,3W1,0F3,0I0,0W0,3F2,3I2,3W2,0I1,0W1,3F3,3I3,3W3,"
-        "0I2,0W2,0I3,0W3\n"
-        "1F0,2F0,1F1,2F1,2I0,2W0,1F2,1I0,1W0,2F2,2I1,2W1,1F3,1I1,1W1,2F3,2I2,2W2,1I2,2I3,"
-        "1I3,1W2,2W3,1W3\n"
-    )
-
-
-def test_rows_of_dualpipev() -> None:
-    assert ScheduleDualPipeV(4).table(2).to_csv() == (
-        "0F0,0F1,0F2,3F0,3I0,3W0,3F1,0F3,3B1,3F2,0B0,3B2,3F3,0B1,3B3,0I2,0W2,0I3,0W3\n"
-        "1F0,2F0,1F1,2F1,1F2,2B0,2F2,1B0,1F3,2B1,2F3,1B1,2B2,1B2,2I3,1I3,2W3,1W3\n"
-    )
 
 
 @pytest.mark.parametrize("kind", V_SHAPED)

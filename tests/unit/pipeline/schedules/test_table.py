@@ -18,50 +18,17 @@ from torchweft.pipeline.schedules import (
     Kind,
     Schedule1F1B,
     ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    SchedulePipeDream,
-    ScheduleZBH1,
-    ScheduleZBVZeroBubble,
-    Span,
     Table,
     TableError,
     Weights,
     check,
-    predict,
 )
-from torchweft.pipeline.schedules.table import RunResult, chain, run
-
-
-def test_the_grid_follows_the_stage_graph() -> None:
-    table = Table.from_csv("0F0,0B0\n1F0,1B0")
-    assert table.text(edges=[]) == "step     0   1\nworker 0 0F0 0B0\nworker 1 1F0 1B0\n"
+from torchweft.pipeline.schedules.table import chain
 
 
 def test_the_grid_of_a_wrong_table_ends_where_it_stops() -> None:
     table = Table.from_csv("0F0,0B0\n1B0,1F0")
     assert table.text() == "step     0\nworker 0 0F0\nworker 1\n"
-
-
-def test_a_table_knows_which_worker_has_which_stage() -> None:
-    table = ScheduleZBVZeroBubble(6).table(3)
-    assert [table.stages_of(worker) for worker in range(3)] == [(0, 5), (1, 4), (2, 3)]
-    assert [table.worker_of(stage, 2) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert ScheduleZBVZeroBubble(6).placement(3)[2] == (2, 3)
-    with pytest.raises(KeyError):
-        table.worker_of(6, 0)
-    assert ScheduleInterleaved1F1B(4, 3).placement(2) == ((0, 2, 4), (1, 3, 5))
-
-
-def test_a_table_knows_replicas() -> None:
-    table = SchedulePipeDream(6, replicas=(3, 1)).table(4)
-    assert table.replicas(0) == (0, 1, 2)
-    assert table.replicas(1) == (3,)
-    assert table.replicas(2) == ()
-    assert [table.worker_of(0, minibatch) for minibatch in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert table.is_asynchronous
-    assert not Schedule1F1B(6, replicas=(3, 1)).table(4).is_asynchronous
 
 
 def with_pairs(row: tuple[Action, ...]) -> str:
@@ -85,33 +52,12 @@ def test_dualpipev_of_4_ranks_with_10_microbatches_in_pairs() -> None:
     check(read)
 
 
-def test_zero_bubbles_of_2_ranks_with_2_stages_each_and_idle_cells() -> None:
-    table = ScheduleInterleavedZeroBubble(8).table(2)
-    lines = table.to_csv().splitlines()
-    text = lines[0].replace("2F0,", "2F0,,") + "\r\n," + lines[1] + "\r\n\r\n"
-    assert ",,2F1" in text
-    read = Table.from_csv(text)
-    assert read.rows == table.rows
-    assert predict(read, Costs.uniform(4)).makespan_s == 2 * 3 * 8 + 1
-
-
-def test_blanks_around_actions_do_not_count() -> None:
-    read = Table.from_csv(" 0F0,\t0F1 , (0F2 ; 0B0)OVERLAP_F_B,0B1,  ,0B2\n")
-    assert read.to_csv() == "0F0,0F1,0F2,0B0,0B1,0B2\n"
-
-
 def test_communication_is_passed_over() -> None:
     text = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1RESHARD1"
     read = Table.from_csv(text, name="mine", weights=Weights.VERTICAL_SYNC)
     assert read.to_csv() == "0F0,0B0\n1F0,1B0\n"
     assert (read.name, read.weights) == ("mine", Weights.VERTICAL_SYNC)
     check(read)
-
-
-def test_a_worker_without_actions_stays() -> None:
-    table = Table("t", 1, 1, ((Action(0, Kind.FORWARD, 0),), (), ()))
-    assert table.to_csv() == "0F0\n,\n,\n"
-    assert Table.from_csv(table.to_csv(), name="t") == table
 
 
 @pytest.mark.parametrize(
@@ -147,33 +93,6 @@ def test_a_text_without_actions_is_refused(text: str) -> None:
         Table.from_csv(text)
 
 
-def ran(rows: str, latency_s: float = 0.0) -> RunResult:
-    table = Table.from_csv(rows)
-    return run(table.rows, chain(table.n_stages), lambda action: 1.0, latency_s)
-
-
-def test_an_action_starts_when_its_worker_is_free_and_its_needs_are_there() -> None:
-    result = ran("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", latency_s=0.5)
-    assert result.missing == {}
-    assert [span.start_s for span in result.spans[0]] == [0, 1, 4, 6]
-    assert [span.start_s for span in result.spans[1]] == [1.5, 2.5, 3.5, 4.5]
-    assert isinstance(result.spans[0][0], Span)
-
-
-def test_a_worker_that_waits_for_ever_is_reported_with_the_missing_result() -> None:
-    result = ran("0F0,0B0\n1I0,1F0")
-    assert [len(row) for row in result.spans] == [1, 0]
-    assert {worker: str(need) for worker, need in result.missing.items()} == {0: "1I0", 1: "1F0"}
-
-
-def test_an_update_needs_the_minibatches_since_the_last_one_of_every_replica() -> None:
-    result = ran("0F0,0B0,0U1,0F2,0B2,0U3\n0F1,0F3,0B1,0U1,0B3,0U3")
-    ends = {str(span.action): span.end_s for row in result.spans for span in row}
-    assert result.missing == {}
-    assert ends["0F2"] == 5
-    assert result.spans[0][2].start_s == 3
-
-
 Drawn = tuple[AnySchedule, int]
 
 
@@ -207,40 +126,6 @@ def test_a_dropped_action_is_named(drawn: Drawn, data: st.DataObject) -> None:
     assert error.action == str(lost)
     assert error.position is None
     assert error.worker == worker
-
-
-@settings(max_examples=share(200))
-@given(schedules(4), st.data())
-def test_a_doubled_action_is_named(drawn: Drawn, data: st.DataObject) -> None:
-    schedule, n_workers = drawn
-    table = schedule.table(n_workers)
-    worker, place = place_of(table, data)
-    row = table.rows[worker]
-    assume(row[place].kind is not Kind.UPDATE)
-    error = refused(altered(table, worker, (*row, row[place])))
-    assert error.action == str(row[place])
-    assert error.worker == worker
-    assert f"{row[place]} is " in str(error)
-
-
-@settings(max_examples=share(200))
-@given(schedules(4), st.data())
-def test_a_forward_pass_after_its_backward_pass_is_named(drawn: Drawn, data: st.DataObject) -> None:
-    schedule, n_workers = drawn
-    table = schedule.table(n_workers)
-    worker, place = place_of(table, data)
-    row = list(table.rows[worker])
-    forward = row[place]
-    assume(forward.kind is Kind.FORWARD)
-    other = next(
-        n
-        for n, each in enumerate(row)
-        if (each.stage, each.microbatch) == (forward.stage, forward.microbatch) and n != place
-    )
-    row[place], row[other] = row[other], row[place]
-    error = refused(altered(table, worker, row))
-    wait = f"worker {worker}, position {place}: {row[place]} waits for "
-    assert wait in str(error)
 
 
 @settings(max_examples=share(300))
@@ -327,27 +212,6 @@ def test_an_action_out_of_range_is_refused(action: Action) -> None:
 def test_an_update_waits_for_its_minibatches() -> None:
     error = refused(Table.from_csv("0F0,0U0,0B0,0F1,0B1,0U1"))
     assert (error.action, error.waits_for) == ("0U0", "0W0")
-
-
-@pytest.mark.parametrize(
-    ("schedule", "n_workers", "n_stages"),
-    [
-        (Schedule1F1B(6), 4, 4),
-        (ScheduleGPipe(6), 4, 4),
-        (ScheduleZBH1(6), 4, 4),
-        (ScheduleZBVZeroBubble(6), 3, 6),
-        (SchedulePipeDream(6), 4, 4),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_skip_connections_are_waited_for(
-    schedule: AnySchedule, n_workers: int, n_stages: int
-) -> None:
-    table = schedule.table(n_workers)
-    skips = [(u, v) for u in range(n_stages) for v in range(u + 1, n_stages)]
-    check(table, skips)
-    check(table, [])
-    check(table, [(0, n_stages - 1)])
 
 
 def test_a_skip_connection_may_stop_a_table() -> None:

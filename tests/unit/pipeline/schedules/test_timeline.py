@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
@@ -37,12 +36,11 @@ from torchweft.pipeline.schedules import (
     ScheduleZBVZeroBubble,
     Span,
     Table,
-    TableError,
     Timeline,
     predict,
 )
 from torchweft.pipeline.schedules.table import chain
-from torchweft.pipeline.schedules.timeline import measured_costs, report
+from torchweft.pipeline.schedules.timeline import measured_costs
 
 
 def timeline(schedule: AnySchedule, n_workers: int) -> Timeline:
@@ -71,13 +69,6 @@ def timeline(schedule: AnySchedule, n_workers: int) -> Timeline:
 )
 def test_idle_share_of_4_workers(schedule: AnySchedule, idle_percent: float) -> None:
     assert round(100 * timeline(schedule, 4).idle_share, 1) == idle_percent
-
-
-def test_replicas_of_a_long_stage_keep_everybody_busy() -> None:
-    table = SchedulePipeDream(80, replicas=(3, 1)).table(4)
-    lengths = {(0, Kind.FORWARD): 3, (0, Kind.BACKWARD): 6, (0, Kind.UPDATE): 0}
-    lengths |= {(1, Kind.FORWARD): 1, (1, Kind.BACKWARD): 2, (1, Kind.UPDATE): 0}
-    assert predict(table, Costs(lengths)).idle_share < 0.04
 
 
 def ends_by_formula(p: int, m: int, v: int) -> list[tuple[AnySchedule, int]]:
@@ -131,14 +122,6 @@ def test_peak_activations_of_4_workers(schedule: AnySchedule, peaks: tuple[int, 
 
 
 @settings(max_examples=share(100))
-@given(st.integers(1, 8), st.integers(0, 16))
-def test_zbv_keeps_no_more_than_the_first_worker_of_1f1b(p: int, more: int) -> None:
-    m = 2 * p + more % (2 * p + 1)
-    first = timeline(Schedule1F1B(m), p).peak_activations[0]
-    assert max(timeline(ScheduleZBVZeroBubble(m), p).peak_activations) == 2 * first == 2 * p
-
-
-@settings(max_examples=share(100))
 @given(st.one_of(schedules(4), replicated()), st.data())
 def test_times_are_those_of_another_model(drawn: Any, data: st.DataObject) -> None:
     schedule, n_workers = drawn
@@ -147,33 +130,6 @@ def test_times_are_those_of_another_model(drawn: Any, data: st.DataObject) -> No
     expected = rerun(table.rows, chain(table.n_stages), costs)
     found = [[(start, end) for _, start, end in row] for row in predict(table, costs).spans]
     assert found == expected
-
-
-def test_a_message_takes_time_only_between_workers() -> None:
-    two = predict(Schedule1F1B(1).table(2), Costs.uniform(2, latency_s=0.25))
-    assert two.makespan_s == 6 + 2 * 0.25
-    one = predict(ScheduleLoopedBFS(1, 2).table(1), Costs.uniform(2, latency_s=0.25))
-    assert one.makespan_s == 6
-
-
-def test_an_update_takes_the_time_that_is_given() -> None:
-    costs = Costs.uniform(1, update_s=0.5)
-    assert predict(SchedulePipeDream(4).table(1), costs).makespan_s == 4 * 3.5
-
-
-def test_a_branch_runs_beside_another() -> None:
-    table = Table.from_csv("0F0,0B0\n1F0,1B0\n2F0,2B0\n3F0,3B0")
-    diamond = [(0, 1), (0, 2), (1, 3), (2, 3)]
-    assert predict(table, Costs.uniform(4), diamond).makespan_s == 9
-    for longer in (1, 2):
-        lengths = {**Costs.uniform(4).duration_s, (longer, Kind.FORWARD): 5.0}
-        assert predict(table, Costs(lengths), diamond).makespan_s == 13
-    assert predict(table, Costs.uniform(4)).makespan_s == 12
-
-
-def test_a_table_that_stops_is_refused() -> None:
-    with pytest.raises(TableError, match="1B0 waits for 1F0"):
-        predict(Table.from_csv("0F0,0B0\n1B0,1F0"), Costs.uniform(2))
 
 
 def test_costs_are_checked() -> None:
@@ -188,11 +144,6 @@ def test_costs_are_checked() -> None:
         ArgumentTypeError, match=r"duration_s\[1, Kind.UPDATE\] is '1', a str; pass"
     ):
         Costs({(1, Kind.UPDATE): "1"})  # type: ignore[dict-item]
-
-
-def test_nothing_is_idle_in_no_time() -> None:
-    free = Costs.uniform(2, forward_s=0, input_s=0, weight_s=0)
-    assert predict(Schedule1F1B(2).table(2), free).idle_share == 0.0
 
 
 # Costs and reports out of timelines: those of a prediction give its own costs again.
@@ -228,28 +179,6 @@ def test_a_value_that_comes_before_its_maker_is_done_takes_no_time() -> None:
         (Span(one[0], 9, 20), Span(one[1], 20, 30)),
     )
     assert measured_costs([Timeline(table, rows)]).latency_s == 0
-
-
-def test_a_report_has_a_line_for_each_worker() -> None:
-    table = TABLES[1]
-    slow = predict(table, Costs.uniform(3, latency_s=1))
-    fast = predict(table, Costs.uniform(3))
-    names = ["a", "worker-of-a-long-name", "c"]
-    lines = report([slow, slow], fast, names, (3, 2, 9)).splitlines()
-    assert lines[0] == "Schedule1F1B, 2 steps measured"
-    assert [line.split()[0] for line in lines[3:]] == [*names, "all", "step"]
-    assert lines[5].split()[1:] == [
-        f"{100 * slow.idle_shares[2]:.1f}",
-        "%",
-        f"{100 * fast.idle_shares[2]:.1f}",
-        "%",
-        "9",
-        "1",
-    ]
-    assert lines[-1].split()[1:] == [f"{slow.makespan_s:.2f}", "s", "24.00", "s"]
-    # Numbers stand under their headings.
-    ends = [line.index(" %") for line in lines[3:7]]
-    assert all(before == after for before, after in pairwise(ends))
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -296,74 +225,12 @@ def test_every_action_has_a_box_and_a_label_that_fit(table: Table) -> None:
         assert max(right for _, right in row) < width < 4100
 
 
-def test_the_title_has_the_idle_share_and_the_axis_the_time() -> None:
-    picture = drawn(DRAWN[0])
-    title = "Schedule1F1B: 4 workers, 4 stages, 8 micro-batches, 27.3 % idle"
-    assert texts(picture, "title") == [title]
-    assert texts(picture, "tick") == ["0", "5", "10", "15", "20", "25", "30"]
-    assert texts(picture, "name") == ["worker 0", "worker 1", "worker 2", "worker 3", "time"]
-    assert texts(picture, "note") == ["forward", "backward"]
-
-
-def test_colours_tell_kinds_stages_and_neighbouring_microbatches_apart() -> None:
-    colours: dict[str, str] = {}
-    for group in drawn(DRAWN[1]).iter(f"{SVG}g"):
-        tip, box, _ = group
-        colours[(tip.text or "").split(":")[0]] = box.attrib["fill"]
-    assert len(colours) == 8 * 8 * 3
-    first = [colours[name] for name in ("0F0", "0F1", "7F0", "0I0", "0W0", "7I0", "7W0")]
-    assert len(set(first)) == len(first)
-    assert colours["0F3"] == colours["1F3"]
-
-
-def test_updates_are_shown_with_or_without_a_duration() -> None:
-    table = SchedulePipeDream(5).table(2)
-    for costs in (Costs.uniform(2), Costs.uniform(2, update_s=0.01)):
-        picture = drawn(table, costs)
-        assert [len(row) for row in boxes(picture).values()] == [15, 15]
-        assert float(picture.attrib["width"]) < 1000
-    assert "5 minibatches" in texts(picture, "title")[0]
-
-
-def test_very_different_durations_make_no_endless_picture() -> None:
-    lengths = {(stage, kind): 1.0 for stage in range(2) for kind in Kind}
-    table = Schedule1F1B(4).table(2)
-    picture = drawn(table, Costs(lengths | {(0, Kind.FORWARD): 1e-6}))
-    assert float(picture.attrib["width"]) < 4100
-    assert len(texts(picture, "label")) < sum(map(len, table.rows))
-
-
 def test_a_name_is_no_markup() -> None:
     table = Schedule1F1B(1).table(1)
     named = Table("<b>&", table.n_stages, table.n_microbatches, table.rows)
     assert texts(drawn(named), "title")[0].startswith("<b>&: 1 workers")
     free = Costs.uniform(1, forward_s=0, input_s=0, weight_s=0)
     assert texts(drawn(named, free), "tick") == ["0"]
-
-
-def test_timelines_are_drawn_below_each_other_on_one_axis() -> None:
-    table = DRAWN[0]
-    slow = replace(predict(table, Costs.uniform(4, forward_s=2)), is_measured=True)
-    fast = predict(table, Costs.uniform(4))
-    both, alone = ElementTree.fromstring(slow.svg(fast)), ElementTree.fromstring(slow.svg())
-    assert texts(both, "title") == [slow.title, fast.title]
-    assert texts(both, "name") == [f"worker {n}" for n in (0, 1, 2, 3)] * 2 + ["time"]
-    assert texts(alone, "name")[-1] == "time, s"
-    rows = list(boxes(both).values())
-    assert len(rows) == 8
-    scales = [max(end for row in half for _, end in row) - 78 for half in (rows[:4], rows[4:])]
-    assert scales[0] / scales[1] == pytest.approx(slow.makespan_s / fast.makespan_s, rel=0.01)
-    _, _, _, height = map(float, both.attrib["viewBox"].split())
-    assert max(boxes(both)) + 26 < height
-
-
-def test_an_action_that_is_short_by_chance_does_not_widen_the_picture() -> None:
-    table = Schedule1F1B(32).table(4)
-    costs = {(stage, kind): 1.0 for stage in range(4) for kind in Kind}
-    usual = drawn(table, Costs(costs))
-    odd = drawn(table, Costs(costs | {(3, Kind.FORWARD): 0.001}))
-    widths = [float(picture.attrib["width"]) for picture in (usual, odd)]
-    assert widths[1] <= 4 * widths[0]
 
 
 # The trace events follow the rules of the Trace Event Format that Perfetto relies on.
@@ -400,22 +267,6 @@ def events_of(
     for event in document["traceEvents"]:
         found[event["ph"]].append(event)
     return found
-
-
-@each_table
-def test_each_event_has_the_fields_of_its_phase(table: Table) -> None:
-    for phase, events in events_of(table).items():
-        for event in events:
-            assert event.keys() == REQUIRED[phase] | {"ph"}
-            assert all(isinstance(event[name], int) and event[name] > 0 for name in ("pid", "tid"))
-            assert all(event[name] >= 0 for name in ("ts", "dur") if name in event)
-
-
-@each_table
-def test_each_worker_is_a_track_with_a_name(table: Table) -> None:
-    named = [event for event in events_of(table)["M"] if event["name"] == "thread_name"]
-    tracks = {event["tid"]: event["args"]["name"] for event in named}
-    assert tracks == {n + 1: f"worker {n}" for n in range(table.n_workers)}
 
 
 @each_table
@@ -461,20 +312,3 @@ def slice_at(slices: list[dict[str, Any]], event: dict[str, Any]) -> dict[str, A
     ]
     assert len(found) == 1, event
     return found[0]
-
-
-def test_arrows_follow_skip_connections() -> None:
-    edges = [(0, 1), (1, 2), (2, 3), (0, 3)]
-    events = events_of(TRACED[0], edges=edges)
-    assert len(events["s"]) == 2 * 8 * 4
-
-
-def test_an_action_without_a_duration_has_no_arrows() -> None:
-    table = TRACED[3]
-    document = json.loads(predict(table, Costs.uniform(table.n_stages)).trace())
-    slices = [event for event in document["traceEvents"] if event["ph"] == "X"]
-    arrows = [event for event in document["traceEvents"] if event["ph"] in "sf"]
-    assert any(event["dur"] == 0 for event in slices)
-    assert arrows
-    for event in arrows:
-        assert slice_at(slices, event)["cat"] != "update"
