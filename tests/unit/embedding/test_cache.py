@@ -151,15 +151,6 @@ def test_a_row_on_its_way_is_asked_for_once_and_again_if_it_was_lost() -> None:
     assert len(cache) == 0
 
 
-def test_a_row_that_is_too_old_at_its_use_is_pulled_for_the_later_one_only() -> None:
-    cache = RowCache(KEYS, 4, DIM, torch.float64)
-    Lookup(cache, [1], 0, 0, 2).use(0, 0)
-    soon, later = Lookup(cache, [1], 0, 2, 2), Lookup(cache, [1], 1, 3, 2)
-    assert (bool(soon.wanted), bool(later.wanted)) == (False, True)
-    assert soon.use(2, 2) == 0  # with the old value, as the new one is on its way
-    assert later.use(3, 1) == 0
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -18,20 +18,6 @@ HOSTS = {"a": "one", "b": "two", "c": "one", "d": "two"}
 
 
 @pytest.mark.parametrize(
-    ("aggregate", "expected"),
-    [
-        (None, ()),
-        ("host", (("a", "c"), ("b", "d"))),
-        ([["d", "b"], ["c", "a"]], (("a", "c"), ("b", "d"))),
-        ([["b", "c", "d"], ["a"]], (("a",), ("b", "c", "d"))),
-        ([["a"], ["b"], ["c"], ["d"]], ()),
-    ],
-)
-def test_groups_are_in_the_order_of_trainers(aggregate: Any, expected: Any) -> None:
-    assert groups_of(aggregate, TRAINERS, 0, HOSTS) == expected
-
-
-@pytest.mark.parametrize(
     ("aggregate", "staleness", "message"),
     [
         ("host", None, "no common steps"),
@@ -68,27 +54,6 @@ def test_rows_of_a_step_are_pulled_once() -> None:
     assert look_up([0, 1, 2, 19], batches) == [2]
     assert look_up([5], batches) == []
     assert len(batches) == 3
-
-
-def test_what_a_trainer_is_given_is_its_own() -> None:
-    batches: list[Batch] = []
-    look_up([1, 2], batches)
-    parts, _ = share(torch.tensor([1, 2], dtype=torch.int32), batches)
-    gathered(parts, 2).zero_()
-    look_up([1, 2], batches)
-
-
-def test_rows_in_a_form_of_two_tensors_are_shared_as_well() -> None:
-    batches: list[Batch] = []
-    _, new = share(torch.tensor([1, 3]), batches)
-    assert new is not None
-    new.values = torch.tensor([[1], [3]], dtype=torch.int8), torch.tensor([[0.1], [0.3]])
-    parts, more = share(torch.tensor([2, 3]), batches)
-    assert more is not None
-    more.values = torch.tensor([[2]], dtype=torch.int8), torch.tensor([[0.2]])
-    codes, scales = gathered(parts, 2)
-    assert codes.tolist() == [[2], [3]]
-    assert torch.equal(scales, torch.tensor([[0.2], [0.3]]))
 
 
 def rows_of(*numbers: int) -> tuple[Tensor, Tensor]:

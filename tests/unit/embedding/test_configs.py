@@ -42,10 +42,6 @@ def test_values_that_cannot_work_are_refused(options: dict[str, Any], message: s
         TableConfig(**{"name": "t", "rows": 3, "dim": 2, **options})
 
 
-def test_padding_counts_from_the_end_as_in_pytorch() -> None:
-    assert TableConfig("t", 3, 2, padding_idx=-1) == TableConfig("t", 3, 2, padding_idx=2)
-
-
 def test_names_are_unique() -> None:
     table = TableConfig("t", 3, 2, dtype=torch.float64)
     assert (table.row_bytes, table.size_bytes) == (16, 48)
@@ -82,26 +78,11 @@ def test_every_way_to_cut_covers_each_value_once(place: Any) -> None:
     assert sorted(values) == [(row, column) for row in ROWS for column in COLUMNS]
 
 
-def test_rows_are_striped_and_columns_are_intervals() -> None:
-    assert [shard.rows for shard in RowWise("a", "b").shards(TABLE)] == [
-        range(0, 7, 2),
-        range(1, 7, 2),
-    ]
-    assert [shard.columns for shard in ColumnWise("a", "b").shards(TABLE)] == [
-        range(3),
-        range(3, 5),
-    ]
-
-
 GRID = [
     Shard("a", range(0, 7, 2), range(2)),
     Shard("b", range(1, 7, 2), range(2)),
     Shard("c", ROWS, range(2, 5)),
 ]
-
-
-def test_listed_shards_may_be_cut_by_row_and_column() -> None:
-    assert Shards(reversed(GRID)).shards(TABLE) == tuple(GRID)
 
 
 @pytest.mark.parametrize(

@@ -41,17 +41,3 @@ def test_values_have_the_distribution() -> None:
     counts = torch.histc(uniform, 20, -1, 3) / uniform.numel()
     assert counts.tolist() == pytest.approx([0.05] * 20, abs=0.003)
     assert torch.equal(whole(TableConfig("t", 2, 2, initial=Constant(5))), torch.full((2, 2), 5.0))
-
-
-def test_seeds_and_names_make_other_values() -> None:
-    first = whole(TableConfig("t", 100, 4))
-    assert torch.equal(whole(TableConfig("t", 100, 4)), first)
-    assert not torch.isclose(whole(TableConfig("t", 100, 4), seed=1), first).any()
-    assert not torch.isclose(whole(TableConfig("u", 100, 4)), first).any()
-    rows = torch.corrcoef(whole(TableConfig("t", 6, 5000)))
-    assert (rows - torch.eye(6)).abs().max() < 0.06
-
-
-def test_padding_begins_as_zeros() -> None:
-    table = whole(TableConfig("t", 5, 3, padding_idx=-2))
-    assert (table == 0).all(dim=1).tolist() == [False, False, False, True, False]

@@ -63,33 +63,6 @@ def test_offsets_that_were_made_in_inference_mode_serve_in_training() -> None:
     assert not offsets.is_inference()
 
 
-def test_bags_of_equal_length() -> None:
-    found = flat(IDS.view(2, 2))
-    assert parts(found) == ([5, 1, 5, 2], [0, 2], [2, 2])
-    assert found.numbers().tolist() == [0, 0, 1, 1]
-    assert parts(flat(IDS.view(4, 1))) == ([5, 1, 5, 2], [0, 1, 2, 3], [1, 1, 1, 1])
-    assert parts(flat(torch.empty(3, 0, dtype=torch.int64))) == ([], [0, 0, 0], [0, 0, 0])
-    assert parts(flat(torch.empty(0, 3, dtype=torch.int64))) == ([], [], [])
-
-
-def test_without_pooling_any_shape_is_one_of_single_ids() -> None:
-    found = flat(IDS.view(2, 1, 2), "none")
-    assert (found.bags, found.shape, found.offsets) == (4, (2, 1, 2), None)
-    assert found.numbers().tolist() == [0, 1, 2, 3]
-    assert flat(torch.tensor(3), "none").shape == ()
-
-
-def test_padding_does_not_count() -> None:
-    weights = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    found = flat(Jagged(IDS, torch.tensor([0, 1, 3]), weights), padding_idx=5)
-    assert parts(found) == ([1, 2], [0, 0, 1], [0, 1, 1])
-    assert found.weights is not None
-    assert torch.equal(found.weights, torch.tensor([0.2, 0.4]))
-    found = flat(torch.tensor([[5, 1], [5, 5]]), "mean", padding_idx=5)
-    assert parts(found) == ([1], [0, 1], [1, 0])
-    assert flat(IDS, "none", padding_idx=5).ids.tolist() == IDS.tolist()
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -14,36 +14,6 @@ from torchweft.embedding.layout import Piece, common, from_plain, lay_out, piece
 A, B = TableConfig("a", 7, 4), TableConfig("b", 4, 4)
 
 
-def test_tables_of_equal_dimension_on_the_same_servers_are_one_stack() -> None:
-    place = RowWise("x", "y")
-    layout = lay_out([A, B], {"a": place.shards(A), "b": place.shards(B)})
-    (stack,) = layout.stacks
-    assert layout.servers == ("x", "y")
-    assert (stack.stripes, stack.stride) == (2, 4 + 2)
-    assert [member.base for member in stack.members] == [0, 4]
-    assert [list(stack.members[0].rows_on(server, 2)) for server in (0, 1)] == [
-        [0, 2, 4, 6],
-        [1, 3, 5],
-    ]
-    assert [stack.size_on(server) for server in (0, 1)] == [6, 6]
-
-
-def test_whole_tables_of_all_servers_are_one_stack() -> None:
-    shards = {"a": TableWise("y").shards(A), "b": TableWise("x").shards(B)}
-    (stack,) = lay_out([A, B], shards).stacks
-    assert (stack.servers, stack.stripes, stack.stride) == (("x", "y"), 1, 7)
-    assert [(member.server, member.base) for member in stack.members] == [(1, 0), (0, 0)]
-    assert [stack.size_on(server) for server in (0, 1)] == [4, 7]
-    assert [number for number, _ in stack.held_on(0)] == [1]
-    assert not stack.members[0].rows_on(0, 1)
-
-
-def test_columns_are_tables_of_fewer_columns() -> None:
-    (stack,) = lay_out([A], {"a": ColumnWise("x", "y").shards(A)}).stacks
-    assert (stack.dim, stack.row_bytes) == (2, 8)
-    assert [member.columns for member in stack.members] == [range(2), range(2, 4)]
-
-
 def test_types_dimensions_and_maxima_are_stacks_of_their_own() -> None:
     tables = [
         A,
@@ -73,12 +43,6 @@ def test_ranges_have_in_common_what_their_sets_have() -> None:
         assert list(found) == sorted({*one} & {*other})
         if found:
             assert list(one[slice(*within(found, one))]) == list(found)
-
-
-def test_a_part_of_a_common_range_is_found_within_both() -> None:
-    found = common(range(1, 100, 2), range(2, 100, 3))
-    part = found[3:4]
-    assert list(range(1, 100, 2)[slice(*within(part, range(1, 100, 2)))]) == list(part)
 
 
 @pytest.mark.parametrize("place", [RowWise("a", "b", "c"), ColumnWise("b", "a")])

@@ -47,24 +47,6 @@ def stream_of(batches: Any, ahead: int, sender: Sender) -> RowStream[int]:
     return RowStream(batches, ahead, lambda batch: {"words": batch}, sender)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3, 20])
-def test_batches_come_in_order_and_so_many_are_drawn_ahead(ahead: int) -> None:
-    sender = Sender()
-    for number, (batch, outputs) in enumerate(stream_of(range(8), ahead, sender)):
-        assert (batch, int(outputs["words"])) == (number, number)
-        assert len(sender.sent) == min(8, number + 1 + ahead)
-    assert sender.states() == ["used"] * 8
-
-
-def test_leaving_the_block_cancels_what_was_sent_and_ends_the_stream() -> None:
-    sender = Sender()
-    with stream_of(range(8), 2, sender) as stream:
-        next(stream)
-    assert sender.states() == ["used", "cancelled", "cancelled"]
-    assert list(stream) == []
-    stream.close()
-
-
 def test_an_error_of_a_lookup_cancels_it_and_the_later_ones() -> None:
     sender = Sender()
     stream = stream_of([0, -1, 2, 3], 1, sender)

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from torchweft import extending
-from torchweft.embedding import StepError, meeting
+from torchweft.embedding import meeting
 from torchweft.embedding.meeting import Meeting
 from torchweft.embedding.steps import Steps
-from torchweft.errors import ArgumentTypeError, ConfigurationError, WorkerLost
+from torchweft.errors import ConfigurationError, WorkerLost
 
 TRAINERS = ("trainer0", "trainer1")
 
@@ -51,13 +51,6 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> Losses:
 
 def use(name: str = "words") -> Room:
     return Room.use(name, lambda: Room(name), lambda _: None)
-
-
-def test_all_users_of_a_name_have_one_object() -> None:
-    first = use()
-    assert use() is first
-    assert first.users == {1: 2}
-    assert use("others") is not first
 
 
 def test_a_user_that_does_not_fit_is_not_counted() -> None:
@@ -115,20 +108,3 @@ def test_an_object_lives_as_long_as_its_users_and_is_told_of_losses(losses: Loss
     gc.collect()
     assert not losses.told  # Nobody holds it: the registry does not.
     assert "words" not in Room.named
-
-
-def test_pushes_that_wait_for_a_lost_worker_fail(losses: Losses) -> None:
-    room = use()
-    room.steps.push(0, 0, "a", 0)
-    future = room.await_answer(0, 0)
-    losses.tell("trainer1")
-    with pytest.raises(WorkerLost, match="trainer1"):
-        future.wait()
-    with pytest.raises(WorkerLost, match="trainer1"), room.blaming_the_lost():
-        raise StepError("out of order")
-
-
-@pytest.mark.parametrize("name", [b"words", None, 3])
-def test_names_are_text(name: object) -> None:
-    with pytest.raises(ArgumentTypeError):
-        Room.use(name, Room, lambda _: None)  # type: ignore[arg-type]

@@ -44,13 +44,6 @@ def test_sparse_tables_go_to_servers_and_dense_ones_become_copies(
     assert len(placed.shards) == (0 if is_copied else 2)
 
 
-def test_bytes_are_those_of_all_trainers() -> None:
-    placed = plan_tables([WORDS], SERVERS, trainers=3, touched={"words": 0.01}).placed["words"]
-    assert placed.server_bytes == 2 * 3 * 100 * (4 + 256)
-    assert placed.copies_bytes == 2 * 2 * 10_000 * 256
-    assert placed.step_bytes == placed.server_bytes
-
-
 @pytest.mark.parametrize(
     ("place", "touched", "options", "expected"),
     [
@@ -77,40 +70,12 @@ def test_bytes_are_those_of_the_place_the_form_and_the_way(
     assert plan.trainers == 3
 
 
-@pytest.mark.parametrize(("trainers", "ratio"), [(2, 1.0), (4, 0.5), (8, 0.25)])
-def test_trainers_that_are_servers_send_less_than_an_all_gather(
-    trainers: int, ratio: float
-) -> None:
-    names = [f"worker{number}" for number in range(trainers)]
-    places = {"words": RowWise(*names)}
-    plan = plan_tables([WORDS], names, trainers=names, touched={"words": 0.02}, places=places)
-    placed = plan.placed["words"]
-    assert placed.server_bytes is not None
-    assert placed.gather_bytes == trainers * (trainers - 1) * 200 * (8 + 256)
-    assert placed.server_bytes / placed.gather_bytes == pytest.approx(ratio, rel=0.02)
-
-
-def test_places_are_overridden_by_name() -> None:
-    shares = {"words": 0.001, "days": 1.0}
-    places: dict[str, Any] = {"words": Copies(), "days": TableWise("ps1")}
-    plan = plan_tables([WORDS, DAYS], SERVERS, trainers=2, touched=shares, places=places)
-    assert plan.copied == (WORDS,)
-    assert plan.layout.servers == ("ps1",)
-    assert {each.reason for each in plan.placed.values()} == {"requested"}
-
-
 def test_copies_have_a_limit_which_small_tables_use_first() -> None:
     shares = {"words": 1.0, "days": 1.0}
     limit = WORDS.size_bytes
     plan = plan_tables([WORDS, DAYS], SERVERS, trainers=2, touched=shares, copies_limit_bytes=limit)
     assert plan.copied == (DAYS,)
     assert plan.placed["words"].reason == "too large for copies"
-
-
-def test_tables_with_unknown_shares_go_to_servers() -> None:
-    placed = plan_tables([WORDS], SERVERS).placed["words"]
-    assert isinstance(placed.place, RowWise)
-    assert placed.step_bytes is None
 
 
 def test_large_tables_are_cut_by_row_and_small_ones_go_whole_to_the_emptiest_server() -> None:
@@ -186,32 +151,6 @@ WORDS = TableConfig("words", 10_000, 64, padding_idx=0)
 DAYS = TableConfig("days", 8, 64, "none")
 
 
-def test_shares_are_measured_in_batches() -> None:
-    batches = [
-        {"words": torch.tensor([[1, 1, 2]]), "days": torch.arange(8)},
-        {"words": torch.tensor([5]), "days": torch.arange(4)},
-    ]
-    assert touched_shares([WORDS, DAYS], batches) == {"words": 1.5 / 10_000, "days": 0.75}
-
-
-@pytest.mark.parametrize(
-    "bags",
-    [
-        Jagged(torch.tensor([7, 7, 3, 0, 9]), torch.tensor([0, 2, 2])),
-        (torch.tensor([7, 7, 3, 0, 9]), torch.tensor([0, 2, 2])),
-        Jagged(torch.tensor([[7, 7], [3, 9]])),
-        torch.nested.nested_tensor(
-            [torch.tensor([7, 7]), torch.tensor([3, 0, 9])], layout=torch.jagged
-        ),
-        torch.tensor([7, 3, 9, 0], dtype=torch.int32),
-    ],
-)
-def test_all_inputs_of_a_lookup_are_counted_without_padding(bags: Any) -> None:
-    # The second batch does not touch the words.
-    found = touched_shares([WORDS, DAYS], [{"words": bags}, {"days": torch.arange(2)}])
-    assert found == {"words": 1.5 / 10_000, "days": 1 / 8}
-
-
 @pytest.mark.parametrize(
     ("batches", "error", "message"),
     [
@@ -228,8 +167,3 @@ def test_batches_that_cannot_be_looked_up_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         touched_shares([WORDS, DAYS], batches)
-
-
-def test_tables_of_one_name_are_refused() -> None:
-    with pytest.raises(PlanError, match="two tables are named 'days'"):
-        touched_shares([DAYS, DAYS], [{}])

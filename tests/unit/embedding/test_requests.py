@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchweft.embedding import SGD, Copies, RowWise, TableConfig, TableWise, plan_tables
+from torchweft.embedding import SGD, RowWise, TableConfig, TableWise, plan_tables
 from torchweft.embedding.inputs import Checker
 from torchweft.embedding.requests import (
     Router,
@@ -123,47 +123,6 @@ def test_servers_pool_exactly_where_that_moves_fewer_bytes() -> None:
         assert moved.pulled_bytes + moved.pushed_bytes == min(as_rows, as_sums)
 
 
-def nbytes(parts: Any) -> int:
-    tensors = [each for part in parts for each in part if isinstance(each, Tensor)]
-    return sum(each.nbytes for each in tensors)
-
-
-@pytest.mark.parametrize("place", [striped, whole])
-@pytest.mark.parametrize("length", [1, 30])
-def test_counts_are_the_bytes_of_the_messages(length: int, place: Any) -> None:
-    table = TableConfig("t", 400, 16)
-    router, (pulled,) = prepared([table], [skewed(20 * length, 400).view(20, length)], place)
-    (moved,) = pulled.moved.values()
-    requests = nbytes(request for request in pulled.requests().values())
-    shards = {name: Shard(router.stack, k, 0) for k, name in enumerate(router.stack.servers)}
-    answers = {
-        server: shards[server].pool(*rest) if len(rest) > 1 else shards[server].pull(*rest)
-        for server, (_, *rest) in pulled.requests().items()
-    }
-    assert moved.pulled_bytes == requests + nbytes([answers.values()])
-    gradient = torch.zeros_like(pulled.gather(answers))
-    assert moved.pushed_bytes == nbytes(pulled.pushes(gradient).values())
-
-
-def test_a_sparse_push_of_words_is_a_fraction_of_a_dense_one() -> None:
-    table = TableConfig("words", 18_328, 64, "none")
-    sparse, ids = 0, 0
-    for seed in range(10):
-        (pulled,) = prepared([table], [skewed(20 * 35, table.rows, seed)], striped)[1]
-        (moved,) = pulled.moved.values()
-        sparse += moved.pushed_bytes
-        ids += moved.ids
-    dense = 10 * table.size_bytes
-    assert dense / sparse > 30
-    assert dense / (ids * (4 + 256)) == pytest.approx(25.4, rel=0.1)
-    assert sparse < 0.8 * ids * (4 + 256)
-
-
-def test_a_table_that_is_copied_has_no_stack() -> None:
-    plan = plan_tables([TableConfig("t", 5, 2)], SERVERS, places={"t": Copies()})
-    assert plan.layout == ((), ())
-
-
 @pytest.mark.parametrize("place", [striped, whole])
 @pytest.mark.parametrize("count", [3, 200])
 def test_keys_are_those_of_a_sort_with_positions(count: int, place: Any) -> None:
@@ -209,22 +168,3 @@ def test_as_many_ids_are_looked_at_as_it_takes(place: Any) -> None:
         expected = {name for name in names if len(ids[name].unique()) > limit}
         assert {names[number] for number in found} == expected
     assert router.route(flats).beyond({1: 1}) == {1}
-
-
-def test_bags_of_one_length_are_sent_without_lengths() -> None:
-    table = TableConfig("t", 40, 64)
-    ids = skewed(400, 40).view(10, 40)
-    ragged = (ids.view(-1), torch.tensor([0, 1, 1, 399]))
-    for value, expected in ((ids, 40), (ragged, 0)):
-        router, (pulled,) = prepared([table], [value], whole)
-        assert isinstance(pulled, SumRequest)
-        ((server, (_, numbers, bags, length, weights)),) = pulled.requests().items()
-        assert (bags, length, weights) == (10 if expected else 4, expected, None)
-        assert len(numbers) == 400 + (0 if expected else 4)
-        shard = Shard(router.stack, router.stack.servers.index(server), 0)
-        weights = assembled(router, {server: shard}, "t")
-        given = (value, None) if expected else value
-        assert torch.allclose(
-            shard.pool(numbers, bags, length, None),
-            functional.embedding_bag(given[0], weights, given[1], mode="sum"),
-        )

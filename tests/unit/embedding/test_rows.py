@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.thorough import examples
-from torchweft.embedding import InputError, Wire
+from torchweft.embedding import InputError
 from torchweft.embedding.rows import (
     Bags,
     Entries,
@@ -21,26 +21,11 @@ from torchweft.embedding.rows import (
     distinct,
     encode,
     pool,
-    pooled,
-    put,
     row_bytes,
     sort,
     sum_rows,
     summed,
-    take,
 )
-from torchweft.errors import ConfigurationError
-
-
-def test_sorting_keeps_the_order_of_equal_numbers() -> None:
-    found = sort(torch.tensor([5, 2, 5, 9, 2, 5]))
-    assert found.unique.tolist() == [2, 5, 9]
-    assert found.order.tolist() == [1, 4, 0, 2, 5, 3]
-    assert found.starts.tolist() == [0, 2, 5]
-    assert found.inverse().tolist() == [1, 0, 1, 2, 0, 1]
-    assert [found.place(number) for number in range(4)] == [0, 2, 5, 6]
-    nothing = sort(torch.tensor([], dtype=torch.int64))
-    assert (nothing.inverse().tolist(), nothing.place(0)) == ([], 0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8192, 40_000])
@@ -57,21 +42,6 @@ def test_sorting_of_any_length_and_type_is_the_same(count: int, largest: int) ->
         assert found.order.tolist() == order
         assert torch.equal(found.inverse(), inverse)
         assert torch.equal(distinct(numbers.to(dtype)), unique.to(dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dim", [1, 3, 64])
-def test_rows_are_copied_and_written(dim: int, dtype: torch.dtype) -> None:
-    table = torch.randn(10, dim, dtype=dtype)
-    before, rows = table.clone(), torch.tensor([7, 0, 9])
-    for numbers in (rows, rows.int()):
-        assert torch.equal(take(table, numbers), table[rows])
-        assert torch.equal(take(table, numbers, into=torch.ones(5, dim, dtype=dtype)), table[rows])
-    put(table, rows.int(), torch.ones(3, dim, dtype=dtype))
-    before[rows] = 1
-    assert torch.equal(table, before)
-    put(table, rows[:0], torch.ones(0, dim, dtype=dtype))
-    assert torch.equal(table, before)
 
 
 BAGS = Bags(torch.tensor([2, 0, 2, 1]), torch.tensor([0, 1, 1, 4]))  # one bag is empty twice
@@ -101,21 +71,6 @@ def test_pooling_has_all_derivatives_of_embedding_bag(has_weights: bool) -> None
     assert torch.autograd.gradgradcheck(lambda x: pool(x, bags, transpose).square(), [rows])
 
 
-@pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_entries_may_be_bags_of_their_own(weights: Tensor | None) -> None:
-    rows = torch.randn(3, 4, dtype=torch.float64)
-    alone = pooled(rows, Bags(BAGS.entries, None, weights))
-    assert torch.equal(alone, pooled(rows, Bags(BAGS.entries, torch.arange(4), weights)))
-
-
-def test_empty_bags_are_zeros() -> None:
-    none = torch.tensor([], dtype=torch.int64)
-    assert torch.equal(
-        pooled(torch.ones(2, 3), Bags(none, torch.zeros(2).long())), torch.zeros(2, 3)
-    )
-    assert pooled(torch.ones(2, 3), Bags(none, none)).shape == (0, 3)
-
-
 def dense(parts: list[Any]) -> Tensor:
     total = torch.zeros(10, 2)
     for rows, *entries, values in parts:
@@ -138,14 +93,6 @@ NUMBERS = Entries(
 )
 ENTRIES = (NUMBERS.numbers(torch.int64), 3, None, torch.randn(3, 2))
 WEIGHTED = (*ENTRIES[:2], torch.rand(6), ENTRIES[3])
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_numbers_of_entries_are_one_tensor(dtype: torch.dtype) -> None:
-    numbers = NUMBERS.numbers(dtype)
-    assert (numbers.dtype, len(numbers)) == (dtype, 12)
-    found = Entries.of((numbers, 3))
-    assert [each.tolist() for each in found] == [each.tolist() for each in NUMBERS]
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])
@@ -218,12 +165,6 @@ def test_errors_are_within_the_bounds_and_sizes_are_counted(
     assert torch.equal(decode(encode(values, form), form, dtype), found)  # nothing is random
 
 
-@pytest.mark.parametrize("form", [None, *FORMS])
-def test_zeros_and_numbers_that_the_form_has_are_exact(form: Form | None) -> None:
-    values = torch.tensor([[0.0, 0.0, 0.0], [127.0, -64.0, 1.0], [-0.0, 127.0, -127.0]])
-    assert torch.equal(decode(encode(values, form), form, torch.float32), values)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_values_without_a_number_stay_visible_and_large_ones_are_cut(form: Form) -> None:
     infinite, nothing = float("inf"), float("nan")
@@ -240,14 +181,6 @@ def test_values_without_a_number_stay_visible_and_large_ones_are_cut(form: Form)
         -largest if form == "fp16" else pytest.approx(-1e30, rel=0.01),
         largest,
     ]
-
-
-def test_ties_go_to_the_even_neighbour() -> None:
-    between = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5]])
-    found = decode(encode(between, "int8"), "int8", torch.float32)
-    assert found.tolist() == [[127.0, 0.0, 2.0, 2.0, 0.0]]
-    halves = torch.tensor([[2049.0, 2051.0]])  # between neighbours that are 2 apart
-    assert decode(encode(halves, "fp16"), "fp16", torch.float32).tolist() == [[2048.0, 2052.0]]
 
 
 ROWS = torch.zeros(2, 3)
@@ -271,10 +204,3 @@ def test_another_form_is_refused(form: Form, payload: Any) -> None:
     ) as caught:
         decode(payload, form, torch.float32, "a", "t")
     assert (caught.value.server, caught.value.table) == ("a", "t")
-
-
-@pytest.mark.parametrize("form", ["fp8", "float16", torch.float16, 8])
-@pytest.mark.parametrize("name", ["pulled", "pushed"])
-def test_a_form_that_there_is_not_is_refused(name: str, form: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}=.* use one of None, 'fp16', 'bf16'"):
-        Wire(**{name: form})

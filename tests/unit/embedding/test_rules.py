@@ -106,18 +106,6 @@ def test_momentum_is_that_of_pytorch_for_rows_that_are_always_touched_and_else_l
     assert (own - parameter.detach()).abs().max() <= 1e-14
 
 
-@pytest.mark.parametrize("rule", [Adagrad(lr=0.1, lr_decay=0.1), SparseAdam(lr=0.1)])
-def test_tables_that_made_different_numbers_of_steps_are_stepped_together(rule: Rule) -> None:
-    weights, values = start(torch.float64)[:4], torch.ones(4, DIM, dtype=torch.float64)
-    together = weights.clone()
-    steps = torch.tensor([[1.0], [5.0], [5.0], [2.0]], dtype=torch.float64)
-    rule.apply(together, rule.state_for(weights), values, 0.1, steps)
-    for row, step in enumerate(steps.view(-1)):
-        own = weights[row : row + 1].clone()
-        rule.apply(own, rule.state_for(own), values[:1], 0.1, step)
-        assert torch.allclose(own[0], together[row], atol=1e-16)
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

@@ -10,32 +10,6 @@ from torchweft.embedding.steps import Due, Steps
 TRAINERS = ["a", "b"]
 
 
-def test_a_step_is_applied_once_all_have_pushed_it_in_the_order_of_trainers() -> None:
-    steps: Steps[str] = Steps(TRAINERS, 0)
-    assert steps.push(1, 0, "b0", 0) == Due([], [], [])
-    assert steps.missing() == ["a"]
-    assert steps.push(0, 0, "a0", 0) == Due([["a0", "b0"]], [(1, 0), (0, 0)], [])
-    assert (steps.version, steps.step_of(0)) == (1, 1)
-    assert steps.missing() == TRAINERS
-
-
-def test_with_a_bound_pushes_are_answered_ahead_of_the_version() -> None:
-    steps: Steps[str] = Steps(TRAINERS, 2)
-    assert steps.push(0, 0, "a0", 0).answered == [(0, 0)]
-    assert steps.push(0, 1, "a1", 0).answered == [(0, 1)]
-    assert steps.push(0, 2, "a2", 0) == Due([], [], [])
-    assert steps.push(1, 0, "b0", 0) == Due([["a0", "b0"]], [(0, 2), (1, 0)], [])
-
-
-def test_without_a_bound_each_push_is_a_step_and_staleness_counts_the_pushes_between() -> None:
-    steps: Steps[str] = Steps(TRAINERS, None)
-    assert steps.push(0, 0, "a0", 0) == Due([["a0"]], [(0, 0)])
-    assert steps.push(0, 1, "a1", 1).applied == [["a1"]]
-    steps.push(1, 0, "b0", 0)
-    assert steps.staleness == {0: 2, 2: 1}
-    assert steps.lose(0).failed == []
-
-
 def test_a_trainer_that_is_not_in_the_step_is_refused_and_nothing_changes() -> None:
     steps: Steps[str] = Steps(TRAINERS, 0, "ps0")
     with pytest.raises(StepError, match=r"'ps0' is at step 0 of trainer 'b'.*sent step 1"):
@@ -83,19 +57,3 @@ def test_no_interleaving_exceeds_the_bound_or_changes_the_order(bound: int) -> N
             free |= {each for each, _ in due.answered}
         assert applied == [(trainer, step) for step in range(8) for trainer in range(3)]
         assert max(steps.staleness) <= bound
-
-
-def test_rows_that_were_pulled_ahead_count_like_pulls() -> None:
-    steps: Steps[str] = Steps(TRAINERS, 2)
-    steps.check_pull(0, 0)
-    steps.count([0, 2])
-    assert steps.staleness == {0: 2, 2: 1}
-
-
-def test_no_push_waits_only_between_steps() -> None:
-    steps: Steps[str] = Steps(TRAINERS, 1)
-    assert steps.is_between
-    steps.push(1, 0, "b0", 0)
-    assert not steps.is_between
-    steps.push(0, 0, "a0", 0)
-    assert steps.is_between

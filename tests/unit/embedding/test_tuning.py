@@ -16,23 +16,10 @@ from torchweft.embedding import (
     TableConfig,
     TableWise,
     Tuning,
-    fit_step_cost,
     plan_tables,
     tune_partitions,
 )
 from torchweft.errors import ConfigurationError
-
-
-def test_the_model_is_found_in_exact_times() -> None:
-    cost = StepCost(0.8, 0.01, 0.1)
-    found = fit_step_cost([(p, cost.step_s(p)) for p in (1, 2, 4, 16)])
-    assert found == pytest.approx(cost)
-
-
-def test_noise_is_averaged() -> None:
-    cost = StepCost(0.8, 0.01, 0.1)
-    measured = [(p, cost.step_s(p) + sign * 0.01) for p in (1, 2, 4, 8) for sign in (-1, 1)]
-    assert fit_step_cost(measured) == pytest.approx(cost)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +38,6 @@ def test_noise_is_averaged() -> None:
 def test_the_best_number_has_the_shortest_step(cost: StepCost, limit: int, best: int) -> None:
     assert cost.best(limit) == best
     assert min(range(1, limit + 1), key=cost.step_s) == best
-
-
-def test_two_numbers_are_too_few() -> None:
-    with pytest.raises(ConfigurationError, match=r"\[1, 2\] partitions.*3 different"):
-        fit_step_cost([(1, 0.1), (2, 0.1), (2, 0.2)])
 
 
 SERVERS = ["a", "b", "c", "d", "e", "f"]
@@ -114,13 +96,6 @@ def test_trainers_whose_fits_differ_in_the_last_bits_take_the_same_one(
     tables = OneTrainer(StepCost(1.8, 0.2, 0.1))
     tables.trainers = ("a", "b")
     assert tables.tune(counts=[1, 2, 6]).cost == first
-
-
-def test_small_tables_are_cut_over_as_many_servers_as_they_have_rows() -> None:
-    tables = OneTrainer(StepCost(5.0, 0.1, 0.0))
-    tables.tune(names=["words", "few"])
-    assert tables.tried == [1, 2, 3, 4, 6]
-    assert [len(tables.plan.placed[name].shards) for name in ("words", "few", "days")] == [6, 2, 0]
 
 
 @pytest.mark.parametrize(

@@ -135,20 +135,6 @@ def test_a_lookup_that_was_not_expected_so_is_a_call_of_its_own(how: Any, alone:
     assert model.tables.pulled == [["words", "first"], *([alone] if alone else [])]
 
 
-def test_rows_of_another_step_are_not_used() -> None:
-    model = Model()
-    for number in range(2):
-        model.run(draw(4, number), how=lookups_of_two)
-
-    def how(batch: Batch) -> list[Any]:
-        for each in model.tables.lookups:
-            each.is_valid = False
-        return lookups_of_two(batch)
-
-    model.run(draw(4, 2), how=how)
-    assert model.tables.pulled == [["words", "first"], ["words"], ["first"]]
-
-
 def test_ids_that_cannot_be_looked_up_are_an_error_only_if_the_model_uses_them() -> None:
     model = Model()
     model.run(draw(4), how=lambda batch: [*lookups_of_two(batch), ("pages", batch.fields[:, 3])])
@@ -157,15 +143,6 @@ def test_ids_that_cannot_be_looked_up_are_an_error_only_if_the_model_uses_them()
     found = model.run(bad, how=lambda batch: [("first", batch.fields[:, 0].abs())])
     assert found == [float(bad.fields[:, 0].sum())]
     assert model.tables.pulled == [["first", "pages"]]
-
-
-def test_arguments_of_another_form_are_no_expectation() -> None:
-    model = Model()
-    model.run(draw(4), how=lookups_of_two)
-    words = torch.tensor([1, 2])
-    for given in [(words,), [words], {"words": words}, words, None]:
-        assert model.run(given, how=lambda _: [("words", words)]) == [3.0]
-    assert model.tables.pulled == [["words"]]
 
 
 def test_a_single_table_and_a_module_that_is_called_directly_are_looked_up_alone() -> None:
@@ -178,18 +155,3 @@ def test_a_single_table_and_a_module_that_is_called_directly_are_looked_up_alone
     model.tables.pulled.clear()
     model(draw(4), how=lookups_of_two)
     assert model.tables.pulled == [["words"], ["first"]]
-
-
-def test_weights_with_gradients_and_jagged_tensors() -> None:
-    model = Model()
-    weights = torch.ones(3, requires_grad=True)
-    ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 2])
-    nested = torch.nested.nested_tensor_from_jagged(ids, torch.tensor([0, 2, 3]))
-
-    def how(batch: Any) -> list[Any]:
-        return [("jagged", batch[0]), ("bags", batch[1], batch[2])]
-
-    for number in range(2):
-        assert model.run((nested, ids, offsets), how=how) == [6.0, 6.0]
-        assert model.tables.pulled == ([["jagged", "bags"]] if number else [["jagged"], ["bags"]])
-        assert isinstance(model.passes.look_up("bags", Jagged(ids, offsets, weights)), Tensor)

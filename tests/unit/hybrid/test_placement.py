@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.embedding import Copies
-from torchweft.hybrid.model import replace_tables
 from torchweft.hybrid.optimizer import Copied
-from torchweft.hybrid.placement import config_of, find_tables, measure_shares
+from torchweft.hybrid.placement import find_tables
 from torchweft.hybrid.plan import PlacementError
-
-passes: Any = None
-"""Nothing is looked up here."""
 
 
 class Net(nn.Module):
@@ -32,15 +28,6 @@ class Net(nn.Module):
         side = self.tower["day"](days) + self.tower["day"](input=(days + 1) % 7)
         found: Tensor = self.head(self.drop(self.norm(self.words(words) + side)))
         return found
-
-
-def test_sparse_tables_are_found_and_others_if_they_are_named() -> None:
-    net = Net()
-    (found,) = find_tables(net)
-    assert (found.path, found.name, found.kept) == ("tower.day", "tower/day", "")
-    assert [each.path for each in find_tables(net, ["words"])] == ["words", "tower.day"]
-    config = config_of("words", net.words)
-    assert (config.rows, config.dim, config.pooling, config.padding_idx) == (10, 4, "sum", 0)
 
 
 def test_a_table_whose_weight_has_another_use_stays() -> None:
@@ -90,52 +77,6 @@ def test_a_module_without_tables_is_told_what_to_do() -> None:
         find_tables(nn.Embedding(3, 2, sparse=True))
     with pytest.raises(PlacementError, match=r"did you mean 'tower\.day'"):
         find_tables(Net(), {"tower.days": Copies()})
-
-
-def test_shares_are_counted_over_all_lookups_of_a_batch_without_padding() -> None:
-    net = Net()
-    state = {name: each.clone() for name, each in net.state_dict().items()}
-    before = torch.get_rng_state()
-    batches = [
-        (torch.tensor([[0, 0, 2], [2, 3, 0]]), torch.tensor([1, 5])),  # of 10: 2, 3; of 7: 1 2 5 6
-        (torch.tensor([[9, 9, 9], [9, 9, 9]]), torch.tensor([3, 3])),  # 9; 3 4
-    ]
-    shares = measure_shares(net, find_tables(net, ["words"]), batches)
-    assert shares == {"words": pytest.approx(0.15), "tower/day": pytest.approx(3 / 7)}
-    assert net.training
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(each, state[name]) for name, each in net.state_dict().items())
-    assert not net.words._forward_pre_hooks
-    with pytest.raises(PlacementError, match="no batch"):
-        measure_shares(net, find_tables(net), [])
-
-
-def test_a_module_that_occurs_twice_is_replaced_at_both_places() -> None:
-    net = Net()
-    net.tower["same"] = net.tower["day"]
-    net.other = nn.Sequential(net.tower["day"])
-    replace_tables(net, find_tables(net), passes)
-    remote = net.tower["day"]
-    assert net.tower["same"] is net.other[0] is remote
-    assert not list(remote.parameters())
-    assert repr(remote) == "RemoteTable('tower/day', 7, 4, on servers)"
-
-
-def test_what_replaces_a_table_has_its_settings_and_its_hooks() -> None:
-    net = Net()
-    table, seen = net.tower["day"], []
-    handle = table.register_forward_pre_hook(lambda _, args: seen.append(args))
-    table.register_forward_hook(lambda *_: torch.zeros(2))
-    replace_tables(net, find_tables(net), passes)
-    remote: Any = net.tower["day"]
-    assert (remote.num_embeddings, remote.embedding_dim, remote.padding_idx) == (7, 4, None)
-    with pytest.raises(AttributeError, match=r"the weight of 'tower/day' is on servers.*Copies"):
-        _ = remote.weight
-    remote.forward = lambda ids: ids + 1  # type: ignore[method-assign]
-    assert torch.equal(remote(1), torch.zeros(2))
-    handle.remove()
-    remote(2)
-    assert seen == [(1,)]
 
 
 def test_a_copy_notes_the_rows_that_have_had_a_gradient() -> None:

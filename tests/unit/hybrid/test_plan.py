@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from torchweft.embedding import Copies, RowWise, TableConfig
+from torchweft.embedding import Copies, TableConfig
 from torchweft.hybrid.placement import TrainerArguments, agree
-from torchweft.hybrid.plan import Dense, PlacementError, TrainersDiffer, make_plan
+from torchweft.hybrid.plan import Dense, TrainersDiffer, make_plan
 
 CONFIGS = (TableConfig("tower/words", 10_000, 16), TableConfig("days", 7, 16, "none"))
 DENSE = (
@@ -47,14 +47,6 @@ def test_each_parameter_has_its_place_its_bytes_and_a_reason() -> None:
     assert lines[5] == "2 trainers; bytes of all of them, without headers"
 
 
-def test_places_decide_and_shares_may_be_unknown() -> None:
-    found = plan(places={"tower/words": Copies(), "days": RowWise("b")}, touched={})
-    assert [each.name for each in found.copied] == ["tower/words"]
-    assert found.step_bytes["days.weight"] is None
-    assert " ? " in str(found)
-    assert plan(places={"tower/words": Copies()}).on_servers is None
-
-
 def offer(**changes: Any) -> TrainerArguments:
     given: dict[str, Any] = {
         "configs": CONFIGS,
@@ -65,11 +57,6 @@ def offer(**changes: Any) -> TrainerArguments:
     }
     options = {**given.pop("options"), **changes.pop("options", {})}
     return TrainerArguments(**{**given, **changes, "options": options})
-
-
-def test_the_shares_of_all_trainers_are_averaged() -> None:
-    found = agree(["one", "two"], [offer(), offer(touched={"days": 0.6}, token="y")])
-    assert found.tables.placed["days"].touched == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +76,3 @@ def test_trainers_that_differ_are_named_with_the_part(changes: Any, part: str) -
     with pytest.raises(TrainersDiffer, match="'one' and 'three'") as raised:
         agree(["one", "two", "three"], [offer(), offer(), offer(**changes)])
     assert (raised.value.trainer, raised.value.part) == ("three", part)
-
-
-def test_tables_need_servers() -> None:
-    with pytest.raises(PlacementError, match="no server is named"):
-        make_plan(CONFIGS, (), [], trainers=1, touched={}, places={"days": Copies()})
-    copies = {each.name: Copies() for each in CONFIGS}
-    assert make_plan(CONFIGS, (), [], trainers=1, touched={}, places=copies).on_servers is None

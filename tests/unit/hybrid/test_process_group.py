@@ -39,25 +39,6 @@ def test_the_table(facts: list[Facts], backend: str, reason: str) -> None:
     assert not choice.passed_over
 
 
-def test_a_back_end_that_is_missing_is_passed_over_and_named() -> None:
-    facts = group("cuda:0", ("gloo",))
-    assert str(choose_backend(facts)) == (
-        "gloo: GPUs without NCCL: broadcast and all-reduce through host memory; "
-        "not nccl: PyTorch of rank 0 on host0 is built without it"
-    )
-    facts = group(backends=("gloo",), has_infiniband=True)
-    assert "slower network" in choose_backend(facts).reason
-    assert choose_backend(group(backends=("mpi",))).backend == "mpi"
-
-
-def test_ranks_that_share_a_gpu_cannot_use_nccl() -> None:
-    choice = choose_backend([Facts("host", "cuda:0", ALL)] * 2)
-    assert choice.backend == "gloo"
-    assert choice.passed_over == (("nccl", "2 ranks share cuda:0 of host"),)
-    apart = [Facts("host", f"cuda:{rank}", ALL) for rank in range(2)]
-    assert choose_backend(apart).backend == "nccl"
-
-
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
@@ -117,9 +98,3 @@ def test_infiniband_is_found_where_the_kernel_shows_it(tmp_path: Path) -> None:
     assert not gather_facts("cpu", tmp_path).has_ip_over_infiniband
     write(tmp_path / "class/net/ib0/operstate", "up")
     assert gather_facts("cpu", tmp_path).has_ip_over_infiniband
-
-
-def test_this_worker_has_gloo() -> None:
-    found = gather_facts()
-    assert "gloo" in found.backends
-    assert choose_backend([gather_facts("cpu")]).backend == "gloo"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, WorkerLost
+from torchweft.errors import CallTimeout, WorkerLost
 from torchweft.hybrid import trainers
-from torchweft.hybrid.trainers import Collectives, Reducer, Reductions, reducer_of
+from torchweft.hybrid.trainers import Collectives, Reducer, Reductions
 
 TRAINERS = 4
 Future = Any
@@ -150,42 +150,3 @@ def test_the_loss_of_others_or_of_a_former_worker_makes_no_difference(group: Gro
     lose(found, "back")  # A worker of this name is there again.
     found._changed = Waits(group.end)
     assert backward(found, Bucket(0, 1.0))[0].done()
-
-
-def test_a_hook_reduces_and_its_future_is_awaited(group: Group) -> None:
-    seen: list[tuple[str, int]] = []
-    future: Future = torch.futures.Future()
-
-    def hook(state: str, bucket: Bucket) -> Future:
-        seen.append((state, bucket.index()))
-        return future
-
-    found = made(reducer=Reducer(hook, "mine"))
-    found._changed = Waits(lambda: future.set_result(torch.ones(1)))
-    bucket = Bucket(0, 3.0)
-    assert backward(found, bucket) == [future]
-    assert (seen, future.done(), group.open) == ([("mine", 0)], True, [])
-    assert bucket.buffer().tolist() == [3.0]  # Its hook decides about a factor.
-    future = torch.futures.Future()
-    found._changed = Waits(lambda: lose(found, "ps0"))
-    with pytest.raises(WorkerLost):
-        backward(found, bucket)
-
-
-def test_hooks_are_checked(group: Group) -> None:
-    def hook(state: Any, bucket: Any) -> Any:
-        return bucket.buffer()
-
-    assert reducer_of(None, None, ["a", "b"]) is None
-    assert reducer_of(hook, None, ["a", "b"]) == (hook, None)
-    assert reducer_of(hook, "state", ["a"]) == (hook, "state")
-    assert Reducer(hook).name == f"{__name__}.test_hooks_are_checked.<locals>.hook"
-    assert Reducer(Bucket(0).index).name.endswith("Bucket.index")
-    with pytest.raises(ArgumentTypeError, match="comm_hook is"):
-        reducer_of("hook", None, [])  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="without comm_hook"):
-        reducer_of(None, "state", [])
-    with pytest.raises(ConfigurationError, match="one for the replicas"):
-        reducer_of(hook, "state", ["a", "b"])
-    with pytest.raises(ArgumentTypeError, match="hook returned"):
-        backward(made(reducer=Reducer(hook)), Bucket(0, 1.0))
