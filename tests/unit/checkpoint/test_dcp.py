@@ -16,7 +16,7 @@ from tests.unit.checkpoint.encoded import encoded, saved
 from torchweft.checkpoint import dcp, files, kinds, snapshots
 from torchweft.checkpoint.kinds import FOREIGN
 from torchweft.checkpoint.snapshots import EntryRecord, Manifest, PartRecord, Snapshot
-from torchweft.errors import CheckpointError, SnapshotCorrupt
+from torchweft.errors import CheckpointError
 
 # PyTorch says that no process group is there.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -71,17 +71,6 @@ def snapshot(tmp_path: Path) -> Snapshot:
     return made
 
 
-def test_a_module_of_a_snapshot_is_loaded_by_pytorch(snapshot: Snapshot, tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    dcp.to_dcp(snapshot, folder)
-    module = nn.Linear(2, 1)
-    state = {"b": {"layer": module.state_dict()}}
-    stock.load(state, checkpoint_id=folder)
-    module.load_state_dict(state["b"]["layer"])
-    expected = CONTENT["b"]["b/layer"]["state"]["state"]
-    assert all(torch.equal(each, expected[key]) for key, each in module.state_dict().items())
-
-
 def test_all_of_a_snapshot_comes_back(snapshot: Snapshot, tmp_path: Path) -> None:
     folder = str(tmp_path / "folder")
     dcp.to_dcp(snapshot, folder)
@@ -132,14 +121,3 @@ def test_nothing_in_a_folder_runs_code(tmp_path: Path) -> None:
     (folder / dcp.METADATA).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"reading the folder .* failed"):
         dcp.read_manifest(str(folder), ["good"])
-
-
-def test_what_cannot_be_written_is_said(snapshot: Snapshot, tmp_path: Path) -> None:
-    dcp.to_dcp(snapshot, tmp_path / "folder")
-    with pytest.raises(CheckpointError, match="there is a checkpoint already"):
-        dcp.to_dcp(snapshot, tmp_path / "folder")
-    with open(os.path.join(snapshot.path, "1-b.pt"), "ab") as file:
-        file.write(b"more")
-    with pytest.raises(SnapshotCorrupt, match="bytes"):
-        dcp.to_dcp(snapshot, tmp_path / "another")
-    assert not (tmp_path / "another").exists()

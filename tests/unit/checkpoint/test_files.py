@@ -69,34 +69,6 @@ def test_any_tool_reads_the_tensors_by_name_and_a_person_the_rest(tmp_path: Path
     }
 
 
-def test_a_tensor_that_is_there_twice_is_written_once(tmp_path: Path) -> None:
-    path, tied = tmp_path / "part", torch.ones(1000)
-    found = written(path, {"a": tied, "b": [tied]})
-    assert torch.equal(found["b"][0], tied)
-    assert path.stat().st_size < 8000
-
-
-def test_names_that_are_taken_get_a_number(tmp_path: Path) -> None:
-    path = str(tmp_path / "part")
-    content = {
-        "a/b": item(torch.ones(1)),
-        "a": item({"b": torch.zeros(2)}),
-        "__metadata__": item(torch.zeros(3)),
-    }
-    files.write_part(path, encoded(content))
-    assert load_file(path).keys() == {"a/b", "a/b#2", "__metadata__#2"}
-    found = files.read_part(path, content)
-    assert [len(found["a/b"]["state"]), len(found["a"]["state"]["b"])] == [1, 2]
-
-
-def test_what_is_read_does_not_need_the_file_any_more(tmp_path: Path) -> None:
-    path = tmp_path / "part"
-    found = written(path, torch.ones(1000))
-    with path.open("r+b") as file:
-        file.write(b"\0" * path.stat().st_size)
-    assert torch.equal(found, torch.ones(1000))
-
-
 @cases(
     "state",
     [
@@ -129,26 +101,6 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
         files.read_part(str(path), [])
     with pytest.raises(FileNotFoundError):
         files.read_part(str(tmp_path / "none"), [])
-
-
-def test_too_many_plain_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_HEAD_LIMIT_BYTES", 1000)
-    with pytest.raises(ValueError, match="save long histories as tensors"):
-        written(tmp_path / "part", list(range(1000)))
-    assert os.listdir(tmp_path) == []
-
-
-def test_what_differs_is_said(tmp_path: Path) -> None:
-    path = tmp_path / "part"
-    path.write_bytes(b"abc")
-    expected = Written(3, hashlib.sha256(b"abc").hexdigest())
-    assert files.difference(str(path), expected) == ""
-    path.write_bytes(b"abd")
-    assert "SHA-256" in files.difference(str(path), expected)
-    path.write_bytes(b"abcd")
-    assert files.difference(str(path), expected) == "it has 4 bytes, 3 were written"
-    with pytest.raises(FileNotFoundError):
-        files.difference(str(tmp_path / "none"), expected)
 
 
 def test_links_are_not_followed_and_pipes_not_waited_for(tmp_path: Path) -> None:
@@ -209,7 +161,3 @@ def test_a_file_may_be_read_by_whom_the_mask_of_the_process_lets(tmp_path: Path)
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o640
-
-
-def test_a_file_that_is_not_there_is_removed() -> None:
-    files.remove_file("/nowhere/at/all")

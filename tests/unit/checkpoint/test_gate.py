@@ -5,13 +5,6 @@ from __future__ import annotations
 from torchweft.checkpoint.gate import _Gate
 
 
-def test_steps_go_through_side_by_side() -> None:
-    gate = _Gate()
-    assert gate.begin((1, "a"), False).done()
-    assert gate.begin((2, "b"), False).done()
-    assert gate.inside() == {1, 2}
-
-
 def test_it_is_closed_when_the_last_step_has_ended_and_lets_nobody_through() -> None:
     gate = _Gate()
     gate.begin((1, "a"), False)
@@ -26,17 +19,6 @@ def test_it_is_closed_when_the_last_step_has_ended_and_lets_nobody_through() -> 
     gate.end((0, "c"))
     assert late.done()
     assert gate.inside() == {1}
-
-
-def test_two_may_close_it_at_the_same_time() -> None:
-    gate = _Gate()
-    assert gate.begin((0, "a"), True).done()
-    assert gate.begin((1, "b"), True).done()
-    waiting = gate.begin((2, "c"), False)
-    gate.end((0, "a"))
-    assert not waiting.done()
-    gate.end((1, "b"))
-    assert waiting.done()
 
 
 def test_who_gives_up_waiting_leaves_nothing_behind() -> None:
@@ -68,17 +50,3 @@ def test_a_lost_worker_has_ended_all_it_had_begun() -> None:
     gate.end_lost(lambda worker: worker == 0)
     assert waiting.done()
     assert gate.inside() == {2}
-
-
-def test_a_worker_ends_only_what_it_has_begun() -> None:
-    gate = _Gate()
-    gate.begin((1, "a"), False)
-    closing = gate.begin((0, "b"), True)
-    gate.end((2, "a"))
-    gate.end((2, "b"))
-    gate.begin((2, "a"), True)
-    gate.end((2, "a"))
-    assert gate.inside() == {1}
-    assert not closing.done()
-    gate.end((1, "a"))
-    assert closing.done()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,13 @@ from tests.unit.checkpoint.encoded import encoded, saved
 from torchweft.checkpoint import files, kinds
 from torchweft.checkpoint.kinds import (
     DATA,
-    FOREIGN,
     GENERATOR,
     MODULE,
     OBJECT,
-    OPTIMIZER,
-    PARAMETER,
     TENSOR,
     VALUE,
     Differences,
 )
-from torchweft.checkpoint.parts import Parameter
 from torchweft.errors import ArgumentTypeError
 
 
@@ -39,58 +34,6 @@ def differences(path: str, kind: str, value: Any, state: Any, saved: str = "") -
 def scheduler() -> Any:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3])
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        (nn.Linear(1, 1), MODULE),
-        (torch.ones(1), TENSOR),
-        (torch.Generator(), GENERATOR),
-        (scheduler(), OBJECT),
-    ],
-    ids=["module", "tensor", "generator", "object"],
-)
-def test_what_can_be_changed_in_place_is_of_one_kind_wherever_it_is(value: Any, kind: str) -> None:
-    assert kinds.kind_of("x", value, is_remote=True) == kind
-    assert kinds.kind_of("x", value, is_remote=False) == kind
-
-
-def test_plain_values_are_replaced_here_and_filled_behind_references() -> None:
-    assert kinds.kind_of("x", 3, is_remote=False) == VALUE
-    assert kinds.kind_of("x", [3], is_remote=True) == DATA
-    for value in (3, "text", (1, 2), threading.Lock()):
-        with pytest.raises(ArgumentTypeError, match="a/b is a reference to a"):
-            kinds.kind_of("a/b", value, is_remote=True)
-
-
-class Versioned(nn.Module):
-    """A module of version 2 that notes the version in the state it loads."""
-
-    _version = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.register_buffer("count", torch.tensor(3))
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        self.loaded = metadata.get("version")
-        super()._load_from_state_dict(state, prefix, metadata, *rest)
-
-
-def test_a_module_comes_back_with_buffers_and_versions() -> None:
-    module = Versioned()
-    state = saved(MODULE, module)
-    with torch.no_grad():
-        module.weight.zero_()
-        module.count += 1  # type: ignore[operator]
-    parameter = module.weight
-    kinds.put(MODULE, module, state, strict=True)
-    assert module.weight is parameter
-    assert parameter.tolist() == [1.0, 1.0]
-    assert module.count == 3
-    assert module.loaded == 2
 
 
 def test_others_come_back_as_the_same_objects() -> None:
@@ -117,32 +60,6 @@ def test_others_come_back_as_the_same_objects() -> None:
     assert tensor.tolist() == [1.0, 1.0]
     assert torch.rand((), generator=generator) == drawn
     assert (numbers, words) == ([1, 2], {"a": 1})
-
-
-class Tagged(torch.Tensor):
-    """A subclass with an attribute."""
-
-
-def test_a_tensor_of_a_subclass_is_saved_without_the_class(tmp_path: Path) -> None:
-    tensor: Any = torch.ones(3).as_subclass(Tagged)
-    tensor.tag = "kept"
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.ones(2).as_subclass(Tagged))
-    values = [(TENSOR, tensor), (MODULE, module), (DATA, [tensor])]
-    states = [saved(kind, value) for kind, value in values]
-    content = {
-        str(place): {"kind": kind, "state": state}
-        for place, ((kind, _), state) in enumerate(zip(values, states, strict=True))
-    }
-    files.write_part(str(tmp_path / "part"), encoded(content))
-    read = [item["state"] for item in files.read_part(str(tmp_path / "part"), "012").values()]
-    with torch.no_grad():
-        tensor.zero_()
-        module.weight.zero_()
-    for (kind, value), state in zip(values, read, strict=True):
-        kinds.put(kind, value, state, strict=True)
-    assert (type(tensor), tensor.tag, tensor.tolist()) == (Tagged, "kept", [1, 1, 1])
-    assert module.weight.tolist() == [1, 1]
 
 
 def fake() -> torch.Tensor:
@@ -184,29 +101,6 @@ def test_differences_are_named() -> None:
     assert shapes.differing == ["t has shape (3,) in the snapshot and (2,) here"]
 
 
-def test_an_optimizer_of_other_groups_is_refused_unless_it_loads_states_by_itself() -> None:
-    class Own(torch.optim.SGD):
-        def load_state_dict(self, state_dict: Any) -> None:
-            pass
-
-    two, one = [torch.ones(1), torch.ones(1)], [torch.ones(1)]
-    state = saved(OBJECT, torch.optim.SGD([{"params": two}, {"params": one}], lr=1.0))
-    found = differences("o", OBJECT, torch.optim.SGD(two, lr=1.0), state)
-    assert found.differing == ["o: groups of 2, 1 parameters there and of 2 here"]
-    groups = [{"params": two}, {"params": one}]
-    assert not any(differences("o", OBJECT, torch.optim.SGD(groups, lr=1.0), state))
-    assert not any(differences("o", OBJECT, Own(two, lr=1.0), state))
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_a_lazy_module_takes_its_shapes_from_the_snapshot() -> None:
-    state = saved(MODULE, nn.Linear(2, 3))
-    lazy = nn.LazyLinear(3)
-    assert differences("a", MODULE, lazy, state) == ([], [], [])
-    kinds.put(MODULE, lazy, state, strict=True)
-    assert lazy.weight.shape == (3, 2)
-
-
 def test_another_kind_is_named_and_a_tensor_takes_the_place_of_a_plain_value() -> None:
     found = differences("x", MODULE, nn.Linear(1, 1), torch.ones(1), TENSOR)
     assert found.differing == ["x is a tensor in the snapshot and a module here"]
@@ -234,38 +128,6 @@ def test_tensors_in_plain_values_are_compared_and_written_in_place() -> None:
     assert (len(value["a"]), value["d"]) == (2, 2)
 
 
-def test_parameters_and_groups_of_another_optimizer_are_named() -> None:
-    parameter = Parameter("o/state/m:w", torch.ones(2, 3), 1)
-    saved = {"state": {}, "shared": {}, "shape": [2, 3], "group": 1}
-    assert not any(differences("o: parameter m:w", PARAMETER, parameter, saved))
-    for change, text in [
-        ({"shape": [3, 2]}, "p has shape (3, 2) in the snapshot and (2, 3) here"),
-        ({"group": 0}, "p is in group 0 in the snapshot and in group 1 here"),
-    ]:
-        assert differences("p", PARAMETER, parameter, {**saved, **change}).differing == [text]
-    optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
-    assert not any(differences("o", OPTIMIZER, optimizer, {0: {}}))
-    assert differences("o", OPTIMIZER, optimizer, {0: {}, 1: {}}).differing == [
-        "o has 2 parameter groups in the snapshot and 1 here"
-    ]
-
-
-def test_values_of_another_program_get_the_kind_of_the_entry() -> None:
-    module, weight = nn.Linear(1, 1), torch.ones(2)
-    saved = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
-    item: dict[str, Any] = {"kind": FOREIGN, "state": saved}
-    assert not any(kinds.differences("m", MODULE, module, item))
-    kinds.put(MODULE, module, item["state"], strict=True)
-    assert [module.weight.tolist(), module.bias.tolist()] == [[[1.0]], [1.0]]
-    item = {"kind": FOREIGN, "state": {"": torch.zeros(2)}}
-    assert not any(kinds.differences("t", TENSOR, weight, item))
-    kinds.put(TENSOR, weight, item["state"], strict=True)
-    assert weight.tolist() == [0.0, 0.0]
-    assert differences("o", OBJECT, scheduler(), {"a": 1}, FOREIGN).differing == [
-        "o is a group of values in the snapshot and a object here"
-    ]
-
-
 # Devices
 
 
@@ -291,12 +153,6 @@ def test_tensors_of_data_go_to_the_devices_of_those_that_they_replace() -> None:
     assert present["c"][0]["d"].device.type == "meta"
     assert present["c"][1] == 4
     assert present["new"].device.type == "cpu"
-
-
-def test_a_list_that_was_longer_is_refilled() -> None:
-    present = [torch.ones(1, device="meta"), torch.ones(1), 3]
-    kinds.refill(present, [torch.zeros(1)])
-    assert [tensor.device.type for tensor in present] == ["meta"]
 
 
 class Generators:

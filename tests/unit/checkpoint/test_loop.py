@@ -55,15 +55,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return made
 
 
-def test_it_saves_every_so_often_and_at_the_end(disk: Disk) -> None:
-    steps = resumable(7, "d", {}, every=3)
-    assert steps.snapshot is None
-    assert list(steps) == list(range(7))
-    assert disk.steps == [3, 6, 7]
-    assert steps.snapshot is not None
-    assert steps.snapshot.step == 7
-
-
 def test_steps_that_were_begun_are_not_done_again(disk: Disk) -> None:
     steps = resumable(7, "d", {}, every=3)
     for step in steps:
@@ -72,42 +63,6 @@ def test_steps_that_were_begun_are_not_done_again(disk: Disk) -> None:
     with pytest.raises(ConfigurationError, match="from 0 on were begun before"):
         list(steps)
     assert list(resumable(7, "d", {}, every=3)) == [3, 4, 5, 6]
-
-
-def test_the_last_step_is_saved_once(disk: Disk) -> None:
-    assert list(resumable(6, "d", {}, every=3)) == list(range(6))
-    assert disk.steps == [3, 6]
-    assert list(resumable(6, "d", {}, every=3)) == []
-    assert disk.steps == [3, 6]
-
-
-def test_it_goes_on_from_the_last_snapshot(disk: Disk) -> None:
-    disk.steps = [2, 4]
-    steps = resumable(6, "d", {}, every=10)
-    assert disk.restored == [4]
-    assert steps.first_step == 4
-    assert list(steps) == [4, 5]
-
-
-def test_it_passes_over_damaged_ones_only_if_it_may(
-    disk: Disk, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk.steps, disk.damaged = [2, 4, 6], {4, 6}
-    with pytest.raises(SnapshotCorrupt, match="6 is damaged"):
-        resumable(8, "d", {}, every=1)
-    assert resumable(8, "d", {}, every=1, fall_back=True).first_step == 2
-    assert "6 is damaged" in caplog.text
-    assert "4 is damaged" in caplog.text
-    disk.damaged.add(2)
-    assert resumable(8, "d", {}, every=1, fall_back=True).first_step == 0
-
-
-def test_a_step_is_saved_when_it_has_been_done_and_break_saves_nothing(disk: Disk) -> None:
-    for step in resumable(9, "d", {}, every=2):
-        assert disk.steps == [done for done in (2, 4, 6, 8) if done <= step]
-        if step == 5:
-            break
-    assert disk.steps == [2, 4]
 
 
 def test_notice_that_the_host_is_given_up_saves_and_ends_the_program(

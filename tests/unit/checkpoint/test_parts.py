@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.checkpoint.encoded import saved
-from tests.unit.optim.references import reference
 from torchweft.checkpoint import parts
-from torchweft.checkpoint.kinds import VALUE
 from torchweft.checkpoint.parts import OwnedState, leaves, parameter_names
 from torchweft.engine.threads.device_streams import new_guard
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim.local import GroupPart, LocalOptimizer
 
 LOCK = new_guard()
 
@@ -27,65 +22,6 @@ LOCK = new_guard()
 def lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "step_lock", lambda: LOCK)
     monkeypatch.setattr(parts, "this_worker", lambda: SimpleNamespace(name="ps"))
-
-
-def optimizer_of(module: nn.Module, first: int) -> LocalOptimizer:
-    parameters = list(module.parameters())
-    numbers = list(range(first, first + len(parameters)))
-    held = [reference(0, n, p) for n, p in zip(numbers, parameters, strict=True)]
-    part = GroupPart(2, {}, numbers, held)
-    return LocalOptimizer(lambda groups: torch.optim.Adam(groups, lr=0.5), [part], LOCK)
-
-
-def step(optimizer: LocalOptimizer, module: nn.Module) -> None:
-    optimizer.step({parameter: torch.ones_like(parameter) for parameter in module.parameters()}, {})
-
-
-def test_a_part_has_everything_under_its_name_and_goes_back_under_other_numbers() -> None:
-    module = nn.Linear(2, 1)
-    optimizer = optimizer_of(module, 4)
-    step(optimizer, module)
-    part, options = parts.take(
-        OwnedState({"m": module}, {"n": 3}, {"o": optimizer}), with_random=True
-    )
-    content = part.content()
-    assert {path: item["kind"] for path, item in content.items()} == {
-        "m": "module",
-        "n": "value",
-        "o/state/m:weight": "parameter's state",
-        "o/state/m:bias": "parameter's state",
-        "/random/ps": "random state",
-    }
-    assert options["o"][2]["lr"] == 0.5
-    saved = content["o/state/m:weight"]["state"]
-    assert (saved["shape"], saved["group"], saved["state"].keys()) == (
-        [1, 2],
-        2,
-        {"step", "exp_avg", "exp_avg_sq"},
-    )
-    drawn = random.random()
-    other = nn.Linear(2, 1)
-    another = optimizer_of(other, 0)
-    parts.put(OwnedState({"m": other}, {}, {"o": another}), content, options, strict=True)
-    assert random.random() == drawn
-    for each in (module, other):
-        step(optimizer if each is module else another, each)
-    assert all(map(torch.equal, module.parameters(), other.parameters()))
-
-
-def test_what_is_taken_does_not_change_any_more() -> None:
-    module = nn.Linear(2, 1)
-    optimizer = optimizer_of(module, 0)
-    step(optimizer, module)
-    part, _ = parts.take(OwnedState({"m": module}, {}, {"o": optimizer}), with_random=False)
-    content = part.content()
-    weight = content["m"]["state"]["state"]["weight"]
-    average = content["o/state/m:weight"]["state"]["state"]["exp_avg"]
-    before = weight.clone(), average.clone()
-    step(optimizer, module)
-    assert torch.equal(weight, before[0])
-    assert torch.equal(average, before[1])
-    assert "/random/ps" not in content
 
 
 class Locked(nn.Module):
@@ -150,24 +86,7 @@ def test_parameters_are_called_as_in_the_state() -> None:
     }
 
 
-def test_one_that_is_in_two_entries_has_the_name_in_the_first() -> None:
-    layer = nn.Linear(1, 1)
-    items = {"z": layer, "a": nn.Sequential(layer)}
-    assert parameter_names(items, {0: layer.weight}) == {0: "z:weight"}
-
-
 # The entries of a state
-
-
-def test_entries_are_named_by_the_keys_that_lead_to_them() -> None:
-    layers = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    weights = torch.ones(1)
-    state: dict[str, Any] = {"model": {"layers": layers, "w": weights}, "step": 3}
-    found = {leaf.path: leaf for leaf in leaves(state)}
-    assert list(found) == ["model/layers/0", "model/layers/1", "model/w", "step"]
-    assert found["model/layers/1"].value is layers[1]
-    assert (found["model/layers/1"].container, found["model/layers/1"].key) == (layers, 1)
-    assert found["step"].container is state
 
 
 def test_what_is_plain_throughout_is_one_entry() -> None:
@@ -176,26 +95,6 @@ def test_what_is_plain_throughout_is_one_entry() -> None:
     assert [leaf.path for leaf in leaves(state)] == ["history", "empty", "mixed"]
     state["mixed"] = [*mixed, nn.Linear(1, 1)]
     assert [leaf.path for leaf in leaves(state)][2:] == ["mixed/0", "mixed/1", "mixed/2"]
-
-
-def test_a_dict_of_a_subclass_is_one_entry_and_stays_what_it_is() -> None:
-    state: dict[str, Any] = {"counts": defaultdict(list), "mixed": defaultdict(list)}
-    counts = state["counts"]
-    counts["losses"].append(1.0)
-    state["mixed"]["best"] = nn.Linear(1, 1)
-    entry, within = leaves(state)
-    assert (entry.path, within.path) == ("counts", "mixed/best")
-    found = saved(VALUE, entry.value)
-    assert (type(found), found) == (dict, {"losses": [1.0]})
-    counts.clear()
-    leaves(state)[0].put(found)
-    assert state["counts"] is counts
-    assert counts == {"losses": [1.0]}
-    assert counts["more"] == []
-
-
-def test_the_state_itself_is_no_entry() -> None:
-    assert [leaf.path for leaf in leaves({"a": 1, "b": {"c": 2}})] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

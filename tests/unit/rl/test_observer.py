@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.on_gpu import on_gpu
-from tests.rl_environments import Space, Walk, Walks, walk_policy
+from tests.rl_environments import Walk, Walks, walk_policy
 from torchweft.errors import ConfigurationError
 from torchweft.rl import (
     Decision,
@@ -18,14 +17,10 @@ from torchweft.rl import (
     NoObservers,
     Observer,
     Observers,
-    ReplayBuffer,
     Trajectory,
     UnservedSpace,
-    WrongActions,
     WrongObservations,
-    join,
 )
-from torchweft.rl.environments import described
 
 
 def observed(*, steps: int = 20, rounds: int = 2, **options: Any) -> Trajectory:
@@ -90,30 +85,6 @@ def test_each_environment_does_as_if_it_were_alone() -> None:
     assert both == [True, True]
 
 
-def test_episodes_are_told_with_their_rewards() -> None:
-    found = observed(rounds=1, steps=40)
-    for column, number in enumerate(found.environments.tolist()):
-        ends = (found.ends[:, column].nonzero().flatten() + 1).tolist()
-        parts = zip([0, *ends], ends, strict=False)
-        expected = [(found.rewards[a:b, column].sum().item(), b - a) for a, b in parts]
-        told = [each[1:] for each in found.episodes if each.environment == number]
-        assert [steps for _, steps in told] == [steps for _, steps in expected]
-        sums = [reward for reward, _ in expected]
-        assert [reward for reward, _ in told] == pytest.approx(sums, abs=1e-5)
-
-
-def test_halves_change_nothing() -> None:
-    assert equal(observed(), observed(halves=2))
-
-
-def test_the_state_begins_anew_with_each_episode() -> None:
-    found = observed()
-    counts = found.outputs["counts"]
-    assert (counts[found.starts] == 0).all()
-    later = ~found.starts[1:]
-    assert torch.equal(counts[1:][later], counts[:-1][later] + 1)
-
-
 def test_a_native_vector_has_steps_that_only_reset() -> None:
     policy = walk_policy()
     observer = Observer(0, Environments(Walks, 4, halves=2, vectorized=True), policy)
@@ -138,47 +109,6 @@ def test_transitions_of_a_truncated_episode_go_on_from_its_last_observation() ->
     assert (rows["next_observations"][cut][:, 1] == Walk.limit).all()
 
 
-def test_trajectories_side_by_side() -> None:
-    policy = walk_policy(rows=4)
-    both = [Observer(place, Environments(Walk, 2, seed=3), policy).observe(30) for place in (0, 1)]
-    alone = Observer(0, Environments(Walk, 4, seed=3), policy).observe(30)
-    joined = join(both)
-    assert joined.observer == "observer0, observer1"
-    assert torch.equal(joined.next_observations(), alone.next_observations())
-    assert torch.equal(joined.outputs["logs"], alone.outputs["logs"])
-    assert torch.equal(joined.environments, alone.environments)
-    assert joined.size_bytes > alone.observations.nbytes
-
-
-class Wrong:
-    """A policy that returns too few actions."""
-
-    def act(self, observations: Tensor, environments: Tensor) -> Decision:
-        return Decision(torch.zeros(len(environments) - 1, dtype=torch.int64), 0, {})
-
-
-def test_a_wrong_number_of_actions() -> None:
-    observer = Observer(0, Environments(Walk, 4), Wrong(), "west")
-    with pytest.raises(WrongActions, match=r"'west' asked for .* 4 .* \[4\]; .* \[3\]") as caught:
-        observer.observe(2)
-    assert (caught.value.observer, caught.value.expected, caught.value.found) == (
-        "west",
-        (4,),
-        (3,),
-    )
-
-
-def test_observations_that_the_policy_does_not_take_name_the_observer() -> None:
-    class Wide(Walk):
-        def _seen(self) -> Any:
-            return np.zeros(4, np.float32)
-
-    observer = Observer(0, Environments(Wide, 2), walk_policy(), "west")
-    with pytest.raises(WrongObservations, match=r"observer 'west': .* shape \[2, 4\]") as caught:
-        observer.observe(2)
-    assert (caught.value.observer, caught.value.found) == ("west", (2, 4))
-
-
 def test_an_environment_whose_observations_change_shape_is_named() -> None:
     class Changing(Walk):
         def _seen(self) -> Any:
@@ -197,18 +127,6 @@ def test_an_environment_whose_observations_change_shape_is_named() -> None:
         observer.observe(7)
     assert (caught.value.observer, caught.value.environments) == ("west", (21,))
     assert (caught.value.expected, caught.value.found) == ((3,), (2,))
-
-
-def test_spaces_are_told_apart_by_a_text() -> None:
-    class Plain:
-        shape = (2,)
-
-    assert described(Plain()) == described(Plain()) != described(object())
-    low, high = np.zeros(2000), np.ones(2000)
-    boxes = [SimpleNamespace(low=low, high=each) for each in (high, high.copy(), high + 1e-9)]
-    same, copied, other = map(described, boxes)
-    assert same == copied
-    assert same != other
 
 
 class OneArray(Walk):
@@ -244,56 +162,6 @@ def test_an_environment_may_return_the_same_array_again_and_again() -> None:
     assert found.final_observations.tolist() == [[3], [3]]
 
 
-class OneVector(Walks):
-    """Returns all of its results in the same arrays again and again."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self._seen = np.zeros((count, 3), np.float32)
-        self._rewards = np.zeros(count, np.float32)
-        self._ends = np.zeros((2, count), np.bool_)
-
-    def reset(self, seed: int | None = None) -> Any:
-        self._seen[:], told = super().reset(seed)
-        return self._seen, told
-
-    def step(self, actions: Any) -> Any:
-        self._seen[:], self._rewards[:], self._ends[0], self._ends[1], told = super().step(actions)
-        return self._seen, self._rewards, *self._ends, told
-
-
-def test_so_may_a_native_vector() -> None:
-    found = [
-        Observer(0, Environments(make, 4, vectorized=True), walk_policy()).observe(25)
-        for make in (Walks, OneVector)
-    ]
-    assert found[0].ends.any()
-    assert equal(*found)
-
-
-class Depth(OneArray):
-    """Observations of a type that PyTorch has few operations for, as those of depth cameras."""
-
-    observation_space = Space((1,), np.dtype(np.uint16))
-
-    def __init__(self) -> None:
-        self._array = np.zeros(1, np.uint16)
-
-
-def test_all_types_of_observations_go_through_policies_and_buffers() -> None:
-    policy = Still(nn.Linear(1, 1), (1,), rows=5)
-    found = Observer(0, Environments(Depth, 2), policy).observe(5)
-    buffer = ReplayBuffer(7)
-    for _ in range(3):
-        buffer.add(found.transitions())
-    again = ReplayBuffer(7)
-    again.load_state_dict(buffer.state_dict())
-    drawn = again.sample(20).columns
-    assert drawn["observations"].dtype == torch.uint16
-    following = drawn["observations"].long() + 1
-    assert torch.equal(drawn["next_observations"].long(), following)
-
-
 @pytest.mark.parametrize("reward", [None, "much", [1.0, 2.0]])
 def test_a_reward_that_is_no_number_names_the_environment(reward: Any) -> None:
     class Odd(OneArray):
@@ -304,34 +172,6 @@ def test_a_reward_that_is_no_number_names_the_environment(reward: Any) -> None:
         ConfigurationError, match=r"environment 6 returned as reward .*; it must be"
     ):
         Observer(2, Environments(Odd, 3), still(1)).observe(1)
-
-
-def test_a_reward_may_be_any_number() -> None:
-    for reward in (1, 1.0, np.float64(1), np.ones(1), np.ones(()), torch.ones(()), True):
-
-        class Rewarding(OneArray):
-            def step(self, action: int) -> Any:
-                return self._array, reward, False, False, {}  # noqa: B023
-
-        found = Observer(0, Environments(Rewarding, 1), still(1)).observe(1)
-        assert found.rewards.tolist() == [[1.0]]
-
-
-def test_environments_without_the_parts_of_gymnasium_are_named() -> None:
-    class Older(OneArray):
-        def step(self, action: int) -> Any:
-            return super().step(action)[:4]
-
-    class Oldest(OneArray):
-        def reset(self, seed: int | None = None) -> Any:
-            return super().reset()[0]
-
-    for make, text in (
-        (Older, "step of environment 6 returned 4 values; it must return observation, reward, te"),
-        (Oldest, "reset of environment 6 returned a ndarray; it must return observation and info"),
-    ):
-        with pytest.raises(ConfigurationError, match=text):
-            Observer(2, Environments(make, 3), still(1)).observe(1)
 
 
 def test_an_environment_that_cannot_be_closed_keeps_no_other_open(
@@ -361,12 +201,6 @@ def test_after_an_error_episodes_begin_anew() -> None:
     again = observer.observe(5)
     assert again.starts[0].all()
     assert torch.equal(again.observations[0], first.observations[0])
-
-
-@pytest.mark.parametrize(("count", "halves"), [(0, 1), (3, 2), (4, 3)])
-def test_numbers_that_make_no_sense(count: int, halves: int) -> None:
-    with pytest.raises(ConfigurationError, match="even number"):
-        Environments(Walk, count, halves=halves)
 
 
 def test_a_native_vector_with_another_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,8 @@ from torch import Tensor, nn
 
 from tests.on_gpu import on_gpu
 from tests.rl_environments import walk_policy
-from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rl import (
-    Agent,
-    Decision,
     LocalPolicy,
-    WrongActions,
     WrongObservations,
     categorical,
     epsilon_greedy,
@@ -61,68 +57,12 @@ def test_sampled_actions_have_the_probabilities_of_the_logits() -> None:
     assert categorical(torch.zeros(1, 4), torch.tensor([[1 - 2**-53]]))[0].item() == 3
 
 
-def test_an_action_with_the_probability_zero_is_never_sampled() -> None:
-    logits = torch.randn(2000, 6, generator=torch.Generator().manual_seed(0))
-    logits[:, [0, 3, 5]] = -torch.inf
-    for draw in (0.0, 0.5, 1 - 2**-53):  # The probabilities of some rows add up to less than that.
-        actions, logs = categorical(logits, torch.full((2000, 1), draw, dtype=torch.float64))
-        assert logs.isfinite().all()
-        assert not torch.isin(actions, torch.tensor([0, 3, 5])).any()
-
-
 def test_epsilon_greedy() -> None:
     draws = uniform(torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64), 2)
     scores = torch.tensor([0.0, 3.0, 1.0, 2.0]).expand(20_000, 4)
     shares = torch.bincount(epsilon_greedy(scores, draws, 0.4), minlength=4) / 20_000
     assert torch.allclose(shares, torch.tensor([0.1, 0.7, 0.1, 0.1]), atol=0.02)
     assert (epsilon_greedy(scores, draws, 0.0) == 1).all()
-
-
-def test_draws_of_another_shape_are_refused() -> None:
-    """With three actions, two columns would be compared with one probability each."""
-    logits = torch.zeros(4, 3)
-    for draws in (torch.rand(4, 2), torch.rand(4), torch.rand(3, 1)):
-        with pytest.raises(ConfigurationError, match="Make the policy with draws=1"):
-            categorical(logits, draws)
-    with pytest.raises(ConfigurationError, match=r"and \(batch, 2\)"):
-        epsilon_greedy(logits, torch.rand(4, 1), 0.1)
-
-
-def test_what_decide_returns_is_checked() -> None:
-    class Returning(LocalPolicy):
-        found: Any = None
-
-        def decide(self, *given: torch.Tensor) -> Any:
-            return self.found
-
-    policy = Returning(nn.Linear(1, 1), (1,))
-    actions, states = torch.zeros(3), torch.zeros(3, 0)
-    for found, text in (
-        (actions, "it returned a Tensor"),
-        ((actions, states), "it returned a tuple of a Tensor, a Tensor"),
-        ((actions, {"value": 3.0}, states), "value of decide is 3.0, a float"),
-    ):
-        policy.found = found
-        with pytest.raises(ArgumentTypeError, match=text):
-            policy.act(torch.zeros(3, 1), asked([0, 1, 2]))
-    with pytest.raises(TypeError, match="observation_shape is 4, an int"):
-        LocalPolicy(nn.Linear(1, 1), 4)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="policy is a Linear"):
-        Agent(nn.Linear(1, 1))  # type: ignore[arg-type]
-
-
-@given(st.permutations(range(24)), st.lists(st.integers(1, 23), max_size=5, unique=True))
-def test_which_environments_ask_together_does_not_change_a_bit(
-    order: list[int], cuts: list[int]
-) -> None:
-    observations = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
-    expected = walk_policy(rows=8).act(observations, asked(list(range(24))))
-    policy = walk_policy(rows=8)
-    for first, last in zip([0, *sorted(cuts)], [*sorted(cuts), 24], strict=True):
-        who = order[first:last]
-        found = policy.act(observations[who], asked(who))
-        assert torch.equal(found.actions, expected.actions[who])
-        assert torch.equal(found.outputs["logs"], expected.outputs["logs"][who])
 
 
 class Gated(LocalPolicy):
@@ -190,34 +130,6 @@ def test_observations_that_do_not_fit_are_named() -> None:
     with pytest.raises(WrongObservations):
         policy.act(torch.zeros(3, 3), asked([7, 8]))
     assert policy.forwards == 0
-
-
-def test_mistakes() -> None:
-    network = torch.nn.Linear(3, 2)
-    with pytest.raises(ConfigurationError, match="rows=-1"):
-        walk_policy(rows=-1)
-    with pytest.raises(NotImplementedError, match="LocalPolicy must define decide"):
-        LocalPolicy(network, (3,)).act(torch.zeros(1, 3), asked([1]))
-
-
-def test_an_agent_names_a_wrong_number_of_rows() -> None:
-    class Short(LocalPolicy):
-        def act(self, observations: torch.Tensor, environments: torch.Tensor) -> Decision:
-            return Decision(torch.zeros(len(observations) - 1), 0, {})
-
-    agent = Agent(Short(torch.nn.Linear(3, 2), (3,)))
-    with pytest.raises(WrongActions, match=r"1 observers with 4 .* shape \[3\]") as caught:
-        agent.act(torch.zeros(4, 3), asked([0, 1, 2, 3]))
-    assert (caught.value.expected, caught.value.found) == ((4,), (3,))
-
-
-def test_an_agent_without_a_group_decides_alone() -> None:
-    agent = Agent(walk_policy())
-    agent.expect(3)
-    seen = torch.randn(2, 3)
-    found = agent.act(seen, asked([1, 2]))
-    assert torch.equal(found.actions, walk_policy().act(seen, asked([1, 2])).actions)
-    assert found.version == agent.version == 0
 
 
 def test_a_network_on_a_gpu_decides_for_environments_on_the_host() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.on_gpu import on_gpu
 from torchweft.errors import ConfigurationError
-from torchweft.rl import BadPriority, ColumnsMismatch, NotEnough, ReplayBuffer, ReplayError, SumTree
+from torchweft.rl import BadPriority, ColumnsMismatch, ReplayBuffer, ReplayError, SumTree
 
 
 def rows(*numbers: int) -> dict[str, Any]:
@@ -34,12 +34,6 @@ def test_the_tree_finds_what_a_search_through_all_sums_finds(data: Any, capacity
         parts = (np.arange(2 * total) + 0.5) / (2 * total)
         expected = np.searchsorted(np.cumsum(weights), parts * total, side="right")
         assert tree.find(parts).tolist() == expected.tolist()
-
-
-def test_a_tree_never_finds_a_place_without_weight() -> None:
-    tree = SumTree(5)
-    tree.set(np.array([1, 2]), np.array([0.1, 0.2]))
-    assert set(tree.find(np.array([0.0, 0.5, 1 - 2**-53, 1.0])).tolist()) <= {1, 2}
 
 
 @pytest.mark.parametrize("power", [0.0, 0.6])
@@ -116,33 +110,6 @@ def test_a_snapshot_of_another_buffer_changes_nothing(
     assert set(other.sample(9).rows.tolist()) == {0}
 
 
-def test_a_snapshot_that_fits_is_for_any_capacity() -> None:
-    one, other = ReplayBuffer(6), ReplayBuffer(9)
-    one.add(rows(0, 1, 2))
-    other.load_state_dict(one.state_dict())
-    assert set(other.sample(50).columns["number"].tolist()) == {0, 1, 2}
-
-
-def test_values_that_are_no_rows() -> None:
-    buffer = ReplayBuffer(4, priority_power=1.0)
-    buffer.add(rows(0, 1))
-    for columns, text in (
-        ([1], "columns is a list"),
-        ({**rows(2), "number": np.ones(1)}, "column 'number' is a ndarray"),
-        ({**rows(2), "number": torch.tensor(1)}, "'number' is a tensor without dimensions"),
-    ):
-        with pytest.raises(ConfigurationError, match=text):
-            buffer.add(columns)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="count=-1"):
-        buffer.sample(-1)
-    with pytest.raises(TypeError, match="priorities is a list"):
-        buffer.set_priorities(torch.arange(2), [1.0, 1.0])  # type: ignore[arg-type]
-    with pytest.raises(BadPriority, match=r"rows of shape \[\]"):
-        buffer.set_priorities(torch.tensor(1), torch.tensor(1.0))
-    with pytest.raises(TypeError, match=r"capacity is 2\.5"):
-        ReplayBuffer(2.5)  # type: ignore[arg-type]
-
-
 def test_rows_that_do_not_fit_change_nothing() -> None:
     buffer = ReplayBuffer(4)
     buffer.add(rows(0, 1))
@@ -159,19 +126,6 @@ def test_rows_that_do_not_fit_change_nothing() -> None:
     with pytest.raises(ColumnsMismatch):
         ReplayBuffer(4).add({})
     assert len(buffer) == 2
-
-
-def test_too_few_rows() -> None:
-    buffer = ReplayBuffer(4, priority_power=1.0)
-    with pytest.raises(NotEnough, match="0 rows are stored; 1 must"):
-        buffer.sample(2)
-    buffer.add(rows(0, 1))
-    with pytest.raises(NotEnough) as caught:
-        buffer.sample(2, at_least=3)
-    assert (caught.value.stored, caught.value.wanted) == (2, 3)
-    buffer.set_priorities(torch.arange(2), torch.zeros(2))
-    with pytest.raises(NotEnough, match="all with priority 0"):
-        buffer.sample(2)
 
 
 def test_bad_priorities_change_nothing() -> None:
@@ -194,17 +148,6 @@ def test_bad_priorities_change_nothing() -> None:
         ReplayBuffer(4).set_priorities(torch.arange(1), torch.ones(1))
     with pytest.raises(ConfigurationError, match="capacity=0"):
         ReplayBuffer(0)
-
-
-def test_rows_that_were_first_added_in_inference_mode_can_be_overwritten_later() -> None:
-    buffer, again = ReplayBuffer(3), ReplayBuffer(3)
-    with torch.inference_mode():
-        buffer.add(rows(0, 1))
-        again.load_state_dict(buffer.state_dict())
-    for each in (buffer, again):
-        each.add(rows(2, 3))
-        assert not each.sample(1).columns["number"].is_inference()
-        assert set(each.sample(50).columns["number"].tolist()) == {1, 2, 3}
 
 
 def test_priorities_may_be_on_a_gpu() -> None:

@@ -51,14 +51,6 @@ def test_it_is_the_sum_of_the_paper(seed: int, steps: int, environments: int) ->
             assert abs(float(found.advantages[step, column]) - expected) < 1e-9
 
 
-def test_on_policy_it_is_the_return() -> None:
-    zeros, flags = torch.zeros(4, 1), torch.zeros(4, 1, dtype=torch.bool)
-    last = torch.tensor([[0.0], [0.0], [0.0], [8.0]])
-    found = v_trace(zeros, zeros + 1, zeros, last, flags, flags, discount=0.5)
-    assert found.targets.flatten().tolist() == [2.375, 2.75, 3.5, 5.0]
-    assert not found.targets.requires_grad
-
-
 def test_tensors_that_pytorch_would_stretch_are_refused() -> None:
     zeros, flags = torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.bool)
     good = [zeros, zeros, zeros, zeros, flags, flags]

@@ -52,14 +52,6 @@ def test_a_version_has_the_values_of_the_state() -> None:
         assert found[name].data_ptr() % 8 == 0 or not tensor.numel()
 
 
-def test_floats_are_cast_and_nothing_else_is() -> None:
-    tensors = {"weight": torch.randn(7), "count": torch.tensor(3), "phase": torch.tensor([1j])}
-    found = version_of(tensors, torch.bfloat16)
-    assert torch.equal(found["weight"], tensors["weight"].to(torch.bfloat16))
-    assert found["count"].dtype == torch.int64
-    assert found["phase"].dtype == torch.complex64
-
-
 def test_tied_weights_have_one_place() -> None:
     model = Tied()
     layout = layout_of(tensors_of(model), None)
@@ -79,13 +71,6 @@ def test_weights_that_are_no_longer_tied_are_refused() -> None:
     model.head.weight = nn.Parameter(model.head.weight.detach() + 1)
     with pytest.raises(WeightsMismatch, match=r"'embedding\.weight' and 'head\.weight' apart"):
         check_shared(layout, tensors_of(model), "the source")
-
-
-def test_a_conjugate_view_has_a_place_of_its_own() -> None:
-    number = torch.tensor([1 + 2j])
-    found = version_of({"number": number, "conjugate": number.conj()})
-    assert found["number"].tolist() == [1 + 2j]
-    assert found["conjugate"].tolist() == [1 - 2j]
 
 
 @pytest.mark.parametrize(
