@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torchweft.errors import LaunchError
 from torchweft.launch.console import (
     CLEAR_LINE,
-    LINE_LIMIT_BYTES,
     BinarySink,
     Console,
     InterpreterSink,
@@ -40,35 +39,6 @@ def make_console(*, is_terminal: bool, **environment: str) -> tuple[Console, Mem
     return Console(sink, sink, environment), sink
 
 
-def test_names_stand_in_one_column_before_every_line() -> None:
-    made, sink = make_console(is_terminal=False)
-    made.write_lines(FIRST, [b"one", b""], is_error=False)
-    made.write_lines(SECOND, [b"two"], is_error=True)
-    assert sink.text == b"[ps]      one\n[ps]      \n[trainer] two\n"
-
-
-def test_standard_error_goes_to_standard_error() -> None:
-    out, err = MemorySink(is_terminal=False), MemorySink(is_terminal=False)
-    made = Console(out, err, {})
-    made.write_lines(FIRST, [b"result"], is_error=False)
-    made.write_lines(FIRST, [b"warning"], is_error=True)
-    assert (out.text, err.text) == (b"[ps]      result\n", b"[ps]      warning\n")
-
-
-def test_a_terminal_shows_each_worker_in_its_own_colour() -> None:
-    made, sink = make_console(is_terminal=True)
-    made.write_lines(FIRST, [b"one"], is_error=False)
-    made.write_lines(SECOND, [b"two"], is_error=False)
-    colours = [line.split(b"[")[2] for line in sink.text.splitlines()]
-    assert colours == [b"36m", b"33m"]
-
-
-def test_no_color_is_respected() -> None:
-    made, sink = make_console(is_terminal=True, NO_COLOR="1")
-    made.write_lines(FIRST, [b"one"], is_error=False)
-    assert sink.text == b"[ps]      one\n"
-
-
 def test_a_prompt_is_written_anew_when_its_line_goes_on() -> None:
     made, sink = make_console(is_terminal=True, NO_COLOR="1")
     made.show_partial(FIRST, b"name? ", is_error=False)
@@ -82,12 +52,6 @@ def test_another_worker_does_not_write_into_a_prompt() -> None:
     made.write_lines(SECOND, [b"loss 1"], is_error=False)
     made.announce("the end")
     assert sink.text == b"[ps]      name? \n[trainer] loss 1\nthe end\n"
-
-
-def test_a_file_gets_whole_lines_only() -> None:
-    made, sink = make_console(is_terminal=False)
-    made.show_partial(FIRST, b"50%", is_error=False)
-    assert sink.text == b""
 
 
 def test_a_replaced_standard_output_is_written_to(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,15 +99,6 @@ def test_lines_without_carriage_returns_come_out_as_they_went_in(
     assert b"\n".join(assemble([output])) == output.removesuffix(b"\n")
 
 
-@given(OUTPUT)
-def test_no_line_has_a_break_inside(output: bytes) -> None:
-    assert not any({10, 13} & set(line) for line in assemble([output]))
-
-
-def test_only_the_last_state_of_a_progress_bar_is_kept() -> None:
-    assert assemble([b"\r10%", b"\r50%", b"\r100%\n", b"done\n"]) == [b"100%", b"done"]
-
-
 def test_a_partial_line_is_shown_as_a_terminal_would() -> None:
     assembler = LineAssembler()
     assert assembler.feed(b"whole\n10%\r20") == [b"whole"]
@@ -157,13 +112,6 @@ def test_an_endless_progress_bar_takes_no_memory() -> None:
     for number in range(1000):
         assembler.feed(b"\r%d" % number)
     assert assembler._unfinished == b"999"
-
-
-def test_a_line_beyond_the_limit_is_broken() -> None:
-    assembler = LineAssembler()
-    size_bytes = LINE_LIMIT_BYTES + 10
-    assert [len(line) for line in assembler.feed(b"x" * size_bytes)] == [LINE_LIMIT_BYTES]
-    assert assembler.finish() == [b"x" * 10]
 
 
 def test_output_that_cannot_be_written_is_one_error_and_then_dropped() -> None:

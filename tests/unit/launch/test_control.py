@@ -21,13 +21,6 @@ def ends() -> Iterator[tuple[ControlSocket, ControlSocket]]:
 Ends = tuple[ControlSocket, ControlSocket]
 
 
-def test_messages_arrive_in_order(ends: Ends) -> None:
-    ours, theirs = ends
-    ours.send({"number": 1})
-    ours.send({"number": 2, "text": "grüße \udcff"})
-    assert theirs.receive() == [{"number": 1}, {"number": 2, "text": "grüße \udcff"}]
-
-
 def test_a_message_larger_than_the_connection_holds_arrives_whole(ends: Ends) -> None:
     ours, theirs = ends
     message = {"text": "x" * (4 << 20)}
@@ -66,12 +59,3 @@ def test_descriptors_that_nobody_takes_are_closed(ends: Ends) -> None:
     theirs.close()
     assert os.read(read_end, 1) == b""
     os.close(read_end)
-
-
-def test_the_end_of_the_other_process_is_an_end_of_file(ends: Ends) -> None:
-    ours, theirs = ends
-    ours.send({"last": True})
-    ours.close()
-    assert theirs.receive() == [{"last": True}]
-    with pytest.raises(EOFError):
-        theirs.receive()

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import io
 import json
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -73,27 +71,6 @@ def test_level_and_format_are_taken_over(
     logging.getLogger("other").info("news")
     logging.getLogger("other").debug("detail")
     assert capsys.readouterr().err == "DEBUG|mine|detail\nINFO|other|news\n"
-
-
-def test_several_handlers_are_one_with_the_lowest_level(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    add(logging.StreamHandler(), "short %(message)s").setLevel(logging.ERROR)
-    add(logging.FileHandler(tmp_path / "log"), "long %(message)s").setLevel(logging.INFO)
-    logging.root.setLevel(logging.DEBUG)
-    move_to_worker()
-    logging.error("one")
-    logging.debug("two")
-    assert capsys.readouterr().err == "long one\n"
-
-
-def test_what_nobody_reads_is_not_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
-    add(logging.StreamHandler(io.StringIO()), "in memory %(message)s")
-    add(logging.NullHandler())
-    move_to_worker()
-    assert logging.root.handlers == []
-    logging.getLogger("mine").warning("careful")
-    assert capsys.readouterr().err == "careful\n"
 
 
 def test_a_format_with_fields_of_a_filter_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from tests.kubernetes_pods import fields_of, pod_of, variables_of
 from torchweft.errors import ConfigurationError
-from torchweft.launch.job import program_job
-from torchweft.launch.kubernetes_manifest import Object, Pods, job_set, secret_of
+from torchweft.launch.kubernetes_manifest import Object, Pods, job_set
 from torchweft.rpc.options import find_placement
 from torchweft.scraping import Address
 
@@ -141,15 +140,6 @@ def test_the_copied_secret_is_one_that_a_worker_takes(
     assert copied.verify(Secret.from_text(source.read_text().strip()).sign(b"x"), b"x")
 
 
-def test_resources() -> None:
-    container = pod_of(job_set(pods(cpus="1500m", gpus=2, memory="8Gi")))["containers"][0]
-    wanted = {"cpu": "1500m", "memory": "8Gi", "nvidia.com/gpu": "2"}
-    assert container["resources"] == {"requests": wanted, "limits": wanted}
-    assert {"name": "OMP_NUM_THREADS", "value": "1"} in container["env"]
-    pod = pod_of(job_set(pods(gpus=1)))
-    assert pod["initContainers"][0]["resources"] == {}
-
-
 def test_nothing_is_expanded_in_arguments_and_variables() -> None:
     texts = {"A": "$(WORLD_SIZE)", "B": "$$(RANK) $$ $HOME", "C": "$$$(RANK)"}
     job = job_set(pods(command=["python", "$(RANK) $$"], env=texts))
@@ -157,15 +147,6 @@ def test_nothing_is_expanded_in_arguments_and_variables() -> None:
     assert container["command"] == ["python", "$$(RANK) $$$$"]
     seen = variables_of(pod_of(job), fields_of(0))
     assert {name: seen[name] for name in texts} == texts
-
-
-def test_the_secret_belongs_to_the_run() -> None:
-    owner = {"apiVersion": "v", "kind": "JobSet", "metadata": {"name": "demo", "uid": "7"}}
-    secret = secret_of(pods(), owner, "x" * 64)
-    assert secret["metadata"]["name"] == "demo-secret"
-    (reference,) = secret["metadata"]["ownerReferences"]
-    assert reference == {"apiVersion": "v", "kind": "JobSet", "name": "demo", "uid": "7"}
-    assert secret["stringData"] == {"secret": "x" * 64}
 
 
 @pytest.mark.parametrize(
@@ -181,14 +162,6 @@ def test_bad_values(fields: Any, message: str) -> None:
         pods(**fields)
 
 
-def test_names_that_are_a_prefix_and_the_rank() -> None:
-    job = program_job(["here/python", "train.py"])
-    made = Pods(image="r/train:1", python="python3").with_program(["w0", "w1"], job)
-    assert (made.prefix, list(made.command)) == ("w", ["python3", "train.py"])
-    assert made.with_program(["0", "1"], job).prefix == ""
-    assert made.with_program(["w0", "w2"], job).prefix == ""
-
-
 def test_pods_that_serve_metrics_say_so_to_prometheus() -> None:
     (replicated,) = job_set(pods(metrics=Address("0.0.0.0", 9400)))["spec"]["replicatedJobs"]
     template = replicated["template"]["spec"]["template"]
@@ -200,13 +173,6 @@ def test_pods_that_serve_metrics_say_so_to_prometheus() -> None:
     (container,) = template["spec"]["containers"]
     assert container["ports"] == [{"name": "metrics", "containerPort": 9400}]
     assert {"name": "WEFT_METRICS", "value": "0.0.0.0:9400"} in container["env"]
-
-
-def test_pods_without_metrics_have_no_port() -> None:
-    (replicated,) = job_set(pods())["spec"]["replicatedJobs"]
-    template = replicated["template"]["spec"]["template"]
-    assert template.keys() == {"spec"}
-    assert "ports" not in template["spec"]["containers"][0]
 
 
 def test_metrics_on_loopback_of_a_pod_are_refused() -> None:

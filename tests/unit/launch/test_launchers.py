@@ -6,13 +6,12 @@ import argparse
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
-from typing import Any
 
 import pytest
 
 import torchweft
 from torchweft.cli.main import main
-from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.errors import ConfigurationError
 from torchweft.launch import launchers
 from torchweft.launch.clusters import Cluster
 from torchweft.launch.launchers import Launcher, launcher_of, load
@@ -92,21 +91,6 @@ def test_launchers_that_cannot_be_used(
     assert f"torchweft run: launcher {name!r}" in capsys.readouterr().err.replace(
         f"there is no launcher {name!r}", f"launcher {name!r}"
     )
-
-
-def test_what_on_may_be() -> None:
-    value: Any = 5
-    with pytest.raises(ArgumentTypeError, match="on is 5, an int; pass a name like 'local'"):
-        torchweft.cluster(2, on=value)
-    with pytest.raises(ConfigurationError, match=r"ssh needs hosts.*Ssh\('a,b:4'\)"):
-        launcher_of("ssh")
-
-
-def test_options_in_a_text() -> None:
-    launcher = launcher_of("ssh --hosts a:2,b --ssh-options '-p 22 -q' --connect-timeout 5")
-    hosts = launcher.hosts(3)  # type: ignore[attr-defined]
-    assert [(host.name, host.workers) for host in hosts] == [("a", 2), ("b", 1)]
-    assert " -p 22 -q -- a " in " ".join(hosts[0].command)
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,3 @@ def test_output_of_workers_of_a_lost_nursery_is_read_before_the_error(
 def receive_all(nursery: Nursery, events: list[Message]) -> None:
     while True:
         events += nursery.receive()
-
-
-def test_dropped_output_is_no_event(nursery: Nursery, tmp_path: Path) -> None:
-    start(nursery, "print('out')", tmp_path)
-    nursery.drop_output()
-    assert written(events_until(nursery, is_end), "out") == b""

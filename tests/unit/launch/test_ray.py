@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from torchweft.errors import ConfigurationError
 from torchweft.launch import ray
-from torchweft.launch.ray import Ray
+from torchweft.launch import ray as launcher
+from torchweft.launch.ray import ActorLink, Bundles, Ray
 
 
 @pytest.fixture(autouse=True)
@@ -94,24 +95,58 @@ def test_values_that_cannot_be(given: Any, message: str) -> None:
         Ray(**given)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--resources", "special"), "'special' has 'special'; write it like a=1,b=2"),
-        (("--resources", "special=x"), "--resources is 'special=x'; write it like special=1"),
-        (("--labels", "=a"), "'=a' has '='; write it like a=1,b=2"),
-    ],
-)
-def test_lists_that_cannot_be_read(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        parsed(*arguments)
+LOST = "The actor died unexpectedly before finishing this task."
 
 
-def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError(f"No module named {name!r}")
+class Actor:
+    """An actor whose agent has just been killed, with its output at the end.
 
-    monkeypatch.undo()
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigurationError, match=r"pip install 'torchweft\[ray\]'"):
-        Ray()
+    Args:
+        exit_code: Answers the question for the agent's exit code.
+    """
+
+    def __init__(self, exit_code: Callable[[float], int]) -> None:
+        answers: dict[str, Callable[..., Any]] = {
+            "start": lambda command, environment: "10.0.0.1",
+            "read": lambda: b"",
+            "read_error": lambda: b"",
+            "exit_code": exit_code,
+        }
+        for name, answer in answers.items():
+            setattr(self, name, types.SimpleNamespace(remote=_later(answer)))
+
+
+def _later(answer: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+    return lambda *arguments: lambda: answer(*arguments)
+
+
+def link_to(monkeypatch: pytest.MonkeyPatch, exit_code: Callable[[float], int]) -> ActorLink:
+    ray = types.SimpleNamespace(
+        is_initialized=lambda: True,
+        wait=lambda references, timeout: (references, []),
+        get=lambda reference: reference(),
+        exceptions=types.SimpleNamespace(RayActorError=LookupError),
+    )
+    monkeypatch.setattr(launcher, "package", lambda: ray)
+    bundles = Bundles([{"CPU": 1}], "PACK", {})
+    monkeypatch.setattr(bundles, "actor", lambda index: Actor(exit_code))
+    return ActorLink(bundles, 0, ["agent"], {})
+
+
+def test_an_output_that_ends_before_ray_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(reason_s: float) -> int:
+        raise LookupError(LOST)
+
+    link = link_to(monkeypatch, lost)
+    assert link.receive() == b""
+    assert list(link.said()) == []
+    assert link.why_ended() == "Ray: The actor died unexpectedly before finishing this task"
+
+
+@pytest.mark.parametrize(("code", "reason"), [(-9, "its command ended with exit code -9"), (0, "")])
+def test_an_agent_that_ends_in_a_living_actor(
+    monkeypatch: pytest.MonkeyPatch, code: int, reason: str
+) -> None:
+    link = link_to(monkeypatch, lambda reason_s: code)
+    assert link.receive() == b""
+    assert link.why_ended() == reason

@@ -16,7 +16,6 @@ from torchweft.launch.report import (
     MemoryKills,
     Repeats,
     RunReport,
-    describe_duration,
     describe_exit,
     failure_report,
     shell_status,
@@ -42,50 +41,11 @@ def test_an_exit_is_said_in_words_and_as_a_shell_does(
     assert shell_status(exit_code) == status
 
 
-def test_a_kill_is_explained_as_far_as_is_known() -> None:
-    killed = "was killed by SIGKILL"
-    assert describe_exit(-9, True) == f"{killed} (out of memory)"
-    assert describe_exit(-9, False) == f"{killed} (not out of memory)"
-    assert describe_exit(-15, False) == "was killed by SIGTERM"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "0.0 s"),
-        (99.9, "99.9 s"),
-        (100.0, "2 min"),
-        (3600.0, "60 min"),
-        (5970.0, "1 h 40 min"),
-        (90000.0, "25 h 00 min"),
-    ],
-)
-def test_lengths_of_time_are_said_in_fitting_units(seconds: float, text: str) -> None:
-    assert describe_duration(seconds) == text
-
-
-def test_the_tail_begins_at_the_traceback() -> None:
-    tail = ErrorTail()
-    tail.extend([b"a warning", b"Traceback (most recent call last):", b"  File ..."])
-    tail.extend([b"ValueError: boom"])
-    assert tail.text() == (
-        "    Traceback (most recent call last):\n      File ...\n    ValueError: boom"
-    )
-
-
 def test_the_tail_is_bounded() -> None:
     tail = ErrorTail()
     tail.extend([b"%d" % number for number in range(TAIL_LINES + 5)])
     lines = tail.text().splitlines()
     assert (len(lines), lines[0], lines[-1]) == (TAIL_LINES, "    5", f"    {TAIL_LINES + 4}")
-
-
-def test_a_report_names_the_worker_and_ends_with_its_last_lines() -> None:
-    moment = time.mktime((2025, 6, 1, 14, 2, 11, 0, 0, -1))
-    ended = WorkerExit("trainer1", 2, 77, 1, ended_at=moment, ran_s=12.34)
-    death = "2025-06-01 14:02:11: worker 'trainer1' (rank 2, pid 77) ended with exit code 1"
-    assert failure_report(ended, "    boom") == f"{death} after 12.3 s; its last lines:\n    boom"
-    assert failure_report(ended, "") == f"{death} after 12.3 s; it wrote nothing to standard error"
 
 
 def test_a_traceback_that_was_just_shown_is_not_shown_again() -> None:
@@ -153,20 +113,6 @@ def test_a_worker_that_is_started_again(said: Memory) -> None:
     ]
 
 
-def test_a_group_that_is_started_again(said: Memory) -> None:
-    group = report(said, GROUP)
-    group.died(death("trainer0"), Attempt(1.0, 2), others=2)
-    group.group_waits(Attempt(1.0, 2))
-    for pid, name in enumerate(NAMES):
-        group.started(name, pid)
-    assert said.take() == [
-        "torchweft run: 2025-06-01 14:02:11: worker 'trainer0' (rank 1, pid 77) ended with exit "
-        "code 1 after 12.3 s; ending the other 2",
-        "torchweft run: starting all 3 workers again in 1.0 s, restart 2 of 3",
-        "torchweft run: all 3 workers run again",
-    ]
-
-
 def test_a_lost_host_that_is_seen_late_is_named_as_well(said: Memory) -> None:
     group = report(said, GROUP)
     group.died(death("trainer0"), Attempt(1.0, 1), others=2)
@@ -176,22 +122,6 @@ def test_a_lost_host_that_is_seen_late_is_named_as_well(said: Memory) -> None:
     late = "2025-06-01 14:02:11: worker 'ps' (rank 0, pid 77) ended, as host 'b' was lost, after"
     assert lines[1] == f"torchweft run: {late} 12.3 s; others may have ended because of it"
     assert lines[-1] == f"    {late} 12.3 s"
-
-
-def test_a_limit_that_is_reached(said: Memory) -> None:
-    report(said, WORKER, window_s=600.0).died(death("ps", -11), None, others=2)
-    (line,) = said.take()
-    assert line.endswith(
-        "was killed by SIGSEGV after 12.3 s; all 3 restarts within 10 min are used up, "
-        "ending the run with exit code 139"
-    )
-
-
-def test_without_restarts_others_that_are_ended_are_told_of_at_once(said: Memory) -> None:
-    report(said, GROUP, limit=0).died(death("ps"), None, others=1)
-    assert said.take()[0].endswith("ended with exit code 1 after 12.3 s; ending the other one")
-    report(said, GROUP, limit=0).died(death("ps"), None, others=0)
-    assert said.take() == []  # its last output lines follow at once
 
 
 def test_the_summary_lists_the_last_deaths(said: Memory) -> None:
@@ -258,27 +188,6 @@ def test_each_new_kill_is_told_of_once(
     assert [kills.take_one() for _ in range(3)] == [True, True, False]
 
 
-def test_nothing_is_claimed_where_nothing_is_counted(groups: ControlGroups) -> None:
-    assert groups.watch().take_one() is None
-    groups.belong_to("0::/", "1:name=systemd:/")
-    assert groups.watch().take_one() is None
-    groups.count("memory.events", 1)
-    (groups.mount / "memory.events").write_text("oom 3\n")
-    assert groups.watch().take_one() is None
-
-
-def test_a_counter_that_vanishes_says_nothing(groups: ControlGroups) -> None:
-    groups.belong_to("0::/")
-    groups.count("memory.events", 1)
-    kills = groups.watch()
-    (groups.mount / "memory.events").unlink()
-    assert kills.take_one() is None
-
-
-def test_this_machine_is_read_without_an_error() -> None:
-    assert MemoryKills().take_one() in (None, False)
-
-
 # Repeated failures
 
 
@@ -291,12 +200,6 @@ TRACE = """\
 
 def ended(name: str = "a", exit_code: int = 1, ran_s: float = 0.5) -> WorkerExit:
     return WorkerExit(name, 0, 77, exit_code, ran_s=ran_s)
-
-
-def test_the_same_traceback_at_once_is_a_bug() -> None:
-    repeats = Repeats(is_of_group=True)
-    assert not repeats.is_repeated(ended(), TRACE)
-    assert repeats.is_repeated(ended("b"), TRACE)
 
 
 def test_numbers_and_addresses_may_differ() -> None:
@@ -320,12 +223,6 @@ def test_what_may_pass_is_none(second: WorkerExit, tail: str) -> None:
     assert not repeats.is_repeated(ended(), TRACE)
     assert not repeats.is_repeated(second, tail)
     assert not repeats.is_repeated(ended(), TRACE)  # not twice in a row
-
-
-def test_without_a_traceback_nothing_is_known() -> None:
-    repeats = Repeats(is_of_group=True)
-    assert not repeats.is_repeated(ended(), "    no licence")
-    assert not repeats.is_repeated(ended(), "    no licence")
 
 
 def test_workers_that_begin_anew_by_themselves_are_told_apart() -> None:

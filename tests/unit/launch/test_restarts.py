@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from torchweft import knobs
 from torchweft.errors import ConfigurationError
 from torchweft.launch.restarts import GROUP, WORKER, Attempts, RestartPlan, RestartPolicy
 
@@ -54,12 +53,6 @@ def test_chance_takes_up_to_half_of_a_wait(draw: float, delays: list[float]) -> 
     assert [subject.live(1.0) for _ in range(3)] == list(zip(delays, (1, 2, 3), strict=True))
 
 
-def test_chance_is_real_unless_it_is_given() -> None:
-    waits = {Attempts(policy()).next(0.0) for _ in range(20)}
-    assert len(waits) > 1
-    assert all(wait is not None and 0.5 <= wait.delay_s <= 1.0 for wait in waits)
-
-
 def test_a_time_of_health_makes_the_next_wait_short_again() -> None:
     subject = Subject(policy(limit=10))
     assert [subject.live(seconds) for seconds in (1.0, 1.0, 19.9, 20.0, 1.0)] == [
@@ -78,16 +71,6 @@ def test_restarts_count_within_the_window_only() -> None:
     assert subject.live(40.0) == (0.0, 2)  # the first restart was 100 s ago
     assert subject.live(59.0) is None  # the restarts 59 s and 99 s ago count
     assert subject.attempts.total == 3
-
-
-def test_a_crash_a_day_never_reaches_the_limit() -> None:
-    day_s = 86400.0
-    subject = Subject(RestartPolicy(1, backoff_s=1.0), draw=1.0)
-    assert [subject.live(day_s) for _ in range(100)] == [(1.0, 1)] * 100
-
-
-def test_a_limit_of_none_allows_none() -> None:
-    assert Subject(policy(limit=0)).live(1e9) is None
 
 
 def test_many_restarts_in_a_row_overflow_nothing() -> None:
@@ -113,22 +96,6 @@ def test_values_that_cannot_work_are_refused(given: dict[str, Any], message: str
     RestartPolicy(window_s=math.inf).check()
     with pytest.raises(ConfigurationError, match=message):
         RestartPolicy(**given).check()
-
-
-def test_the_constants_are_the_defaults() -> None:
-    with (
-        knobs.RESTART_BACKOFF_S.override(7.0),
-        knobs.RESTART_BACKOFF_LIMIT_S.override(70.0),
-        knobs.RESTART_WINDOW_S.override(math.inf),
-        knobs.RESTART_HEALTHY_S.override(9.0),
-    ):
-        made = RestartPolicy()
-    assert (made.backoff_s, made.backoff_limit_s, made.window_s, made.healthy_s) == (
-        7.0,
-        70.0,
-        math.inf,
-        9.0,
-    )
 
 
 # The restarts of a run
@@ -180,14 +147,6 @@ def test_of_workers_only_the_dead_one_starts_again() -> None:
     assert workers.total() == 2
 
 
-def test_every_worker_has_a_limit_of_its_own() -> None:
-    workers = plan(WORKER, limit=1)
-    assert workers.died("ps", 1.0) is not None
-    assert workers.died("trainer0", 1.0) is not None
-    workers.take_due(10.0)
-    assert workers.died("ps", 11.0) is None
-
-
 def test_the_end_of_the_run_cancels_what_was_waited_for() -> None:
     workers = plan(WORKER, limit=1)
     workers.died("ps", 1.0)
@@ -208,11 +167,3 @@ def test_what_is_waited_for_can_be_cancelled() -> None:
         assert not cancelled.is_waiting
         assert cancelled.all_ended(2.0) is None
         assert cancelled.take_due(100.0) == []
-
-
-def test_a_group_that_is_about_to_start_can_be_cancelled() -> None:
-    group = plan(GROUP)
-    group.died("ps", 1.0)
-    group.all_ended(2.0)
-    group.cancel()
-    assert (group.is_waiting, group.total(), group.take_due(100.0)) == (False, 0, [])

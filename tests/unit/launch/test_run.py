@@ -2,14 +2,10 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import cast
 
 import pytest
 
-from torchweft.errors import ConfigurationError
-from torchweft.launch.console import Console
-from torchweft.launch.run import FileMeeting, Order, PortMeeting, run_here
+from torchweft.launch.run import PortMeeting
 from torchweft.launch.worker import HeldPort
 
 OUTSIDE = {"HOME": "/home/me", "WORLD_SIZE": "77", "MASTER_ADDR": "far", "MASTER_PORT": "1"}
@@ -25,20 +21,6 @@ def test_a_group_of_known_size_meets_at_another_port_each_time_unless_one_was_gi
     given = PortMeeting(3, 7)
     given.renew()
     assert given.environment({})["MASTER_PORT"] == "7"
-
-
-def test_an_open_group_meets_at_a_file_of_the_launcher(tmp_path: Path) -> None:
-    meeting = FileMeeting(str(tmp_path))
-    there = {"HOME": "/home/me", "WEFT_INIT_METHOD": f"file://{tmp_path}/group"}
-    assert meeting.environment(OUTSIDE) == there
-    meeting.renew()
-    assert meeting.environment(OUTSIDE) == there
-
-
-def test_a_store_that_the_user_named_is_left_to_him(tmp_path: Path) -> None:
-    meeting = FileMeeting(str(tmp_path))
-    outside = {**OUTSIDE, "WEFT_INIT_METHOD": "tcp://elsewhere:4000"}
-    assert meeting.environment(outside)["WEFT_INIT_METHOD"] == "tcp://elsewhere:4000"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -69,11 +51,3 @@ def test_nobody_else_is_given_the_held_port() -> None:
         assert port not in numbers
         assert len(numbers) == 200
         assert held.take() not in {port, *numbers}
-
-
-def test_a_port_in_use_is_refused() -> None:
-    with listen("127.0.0.1", 0) as listener:
-        number = listener.getsockname()[1]
-        order = Order(["a"], {}, cast(Console, None), master_port=number)
-        with pytest.raises(ConfigurationError, match=f"port {number} cannot be used"):
-            run_here(order)

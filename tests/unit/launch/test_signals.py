@@ -32,11 +32,6 @@ def awaited() -> Iterator[AwaitedSignal]:
     signal.signal(signal.SIGUSR1, former)
 
 
-def test_a_signal_that_came_before_the_wait_ends_it(awaited: AwaitedSignal) -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
-    awaited.wait()
-
-
 def test_a_signal_that_another_thread_gets_ends_the_wait(awaited: AwaitedSignal) -> None:
     # The signal does not interrupt the main thread, as if it came just before the wait.
     def strike() -> None:

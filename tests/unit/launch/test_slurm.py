@@ -29,13 +29,6 @@ def allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
 
 
-def test_how_many_workers() -> None:
-    assert Slurm(2, 4).count(None) == Slurm(2, 4).count(8) == 8
-    assert Slurm().count(None) == 1
-    with pytest.raises(ConfigurationError, match="5 workers are wanted, but 2 nodes with 4"):
-        Slurm(2, 4).count(5)
-
-
 @pytest.mark.usefixtures("allocation")
 def test_an_allocation_is_used() -> None:
     assert Slurm(workers_per_node=2).count(None) == 6
@@ -59,24 +52,6 @@ def test_nodes_that_commands_would_take_for_options(monkeypatch: pytest.MonkeyPa
     for text in ("n1,-oops", "-oops"):
         with pytest.raises(ConfigurationError, match="names a node '-oops', which begins with a"):
             nodes(text)
-
-
-@pytest.mark.parametrize("arguments", [(0,), (1, 0)])
-def test_numbers_that_cannot_be(arguments: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigurationError, match="is 0; it must be at least 1"):
-        Slurm(*arguments)
-
-
-def test_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda command: None)
-    with pytest.raises(ConfigurationError, match="no command 'sbatch' here; start the run on a"):
-        Slurm(1)
-
-
-def test_a_command_that_fails_is_quoted() -> None:
-    with pytest.raises(LaunchError, match="SLURM refuses 'sh': no such job") as caught:
-        ask("sh", "-c", "echo no such job >&2; exit 3")
-    assert caught.value.exit_code == 3
 
 
 def test_a_command_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,11 +38,6 @@ def test_workers_fill_the_hosts_in_order() -> None:
     assert workers("me@a, [::1]:2", 3) == [("me@a", 1), ("::1", 2)]
 
 
-def test_the_list_says_how_many_workers_there_are() -> None:
-    assert Ssh("a,b:4").count(None) == 5
-    assert Ssh("a,b:4").count(3) == 3
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -64,22 +59,6 @@ def test_the_list_says_how_many_workers_there_are() -> None:
 def test_lists_that_cannot_be_read(text: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Ssh(text)
-
-
-def test_more_workers_than_places() -> None:
-    with pytest.raises(ConfigurationError, match=r"7 workers are wanted.* have place for 6"):
-        Ssh("a:2,b:4").hosts(7)
-
-
-def test_a_timeout_that_is_none() -> None:
-    with pytest.raises(ConfigurationError, match="connect timeout is 0; it must be at least 1"):
-        Ssh("a", connect_timeout=0)
-
-
-def test_without_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssh.shutil, "which", lambda command: None)
-    with pytest.raises(ConfigurationError, match="no command 'ssh' here; install it"):
-        Ssh("a")
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

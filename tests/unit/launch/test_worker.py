@@ -13,15 +13,6 @@ from torchweft.launch.worker import (
 )
 
 
-def test_workers_are_numbered_by_rank() -> None:
-    assert worker_names(3, None) == ["worker0", "worker1", "worker2"]
-    assert worker_names(2, None, "trainer") == ["trainer0", "trainer1"]
-
-
-def test_names_are_taken_as_given() -> None:
-    assert worker_names(2, ["ps", "trainer"]) == ["ps", "trainer"]
-
-
 @cases(
     ("count", "names", "message"),
     [
@@ -45,17 +36,7 @@ def test_names_that_cannot_work_are_refused(
         worker_names(count, names)
 
 
-def test_a_prefix_that_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'my worker1' is no name for a worker"):
-        worker_names(2, None, "my worker")
-
-
 def test_the_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert [threads_per_worker(count) for count in (1, 3, 8, 20)] == [8, 2, 1, 1]
     assert compute_environment({}, 4)["OMP_NUM_THREADS"] == "2"
-
-
-def test_what_the_user_has_set_stays() -> None:
-    mine = {"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": "", "OTHER": "x"}
-    assert compute_environment(mine, 4) == mine

@@ -119,20 +119,6 @@ def test_a_worse_channel_is_a_note_with_its_reason_and_the_command() -> None:
     assert not [e for e in found(WELL, OTHER, pairs=[between]).findings if e.level is Level.NOTE]
 
 
-def test_the_limit_between_hosts_is_the_network() -> None:
-    def rates(interface: str, speed: float = 0.0) -> str:
-        between = {"is_one_host": False, "is_one_network": False}
-        link = {"interface": interface, "interface_bytes_per_s": speed}
-        pair = replace(PAIR, **between, **link)
-        return next(
-            each.text for each in found(WELL, OTHER, pairs=[pair]).findings if each.check == "pair"
-        )
-
-    assert "5.0 GB/s of a tensor (1.25 GB/s is the speed of eth0);" in rates("eth0", 1.25e9)
-    assert "(eth0 does not tell its speed);" in rates("eth0")
-    assert "(the network between does not tell its speed);" in rates("")
-
-
 def test_rdma_between_hosts_is_listed_or_its_obstacle_is_a_note() -> None:
     def texts(obstacle: str) -> tuple[str, list[str]]:
         channels = () if obstacle else (("rdma", 1 << 20),)
@@ -148,18 +134,6 @@ def test_rdma_between_hosts_is_listed_or_its_obstacle_is_a_note() -> None:
     rates, notes = texts("the package nixl is not installed")
     assert "rdma" not in rates
     assert notes == ["no rdma: the package nixl is not installed"]
-
-
-def test_a_name_mixed_devices_and_memory_that_cannot_be_read_are_notes() -> None:
-    odd = replace(OTHER, addresses=(), device="cuda:0", ptrace_scope=1)
-    diagnosis = found(WELL, odd)
-    notes = {each.check: each for each in diagnosis.findings if each.level is Level.NOTE}
-    assert "/etc/hosts" in notes["names"].fix
-    assert notes["ptrace"].where == "host1"
-    assert "ptrace_scope is 1" in notes["ptrace"].text
-    assert "ptrace_scope=0" in notes["ptrace"].fix
-    assert "rank 1 on cuda:0" in notes["collectives"].text
-    assert diagnosis.is_well
 
 
 def test_each_size_has_its_channel() -> None:
@@ -180,29 +154,6 @@ def test_each_size_has_its_channel() -> None:
     assert channels() == "inline, stream from 64 KiB"
     assert channels(("shm", 64 << 10)) == "inline, shm from 64 KiB"
     assert channels(("shm", 32 << 10)) == "inline, shm from 64 KiB"
-
-
-def test_a_busy_worker_is_a_note_and_a_way_that_is_not_measured_has_no_rates() -> None:
-    busy = replace(PAIR, error="no call ended within 1 s", is_busy=True)
-    (note,) = [each for each in found(WELL, pairs=[busy]).findings if each.level is Level.NOTE]
-    assert note.text == "is not measured, as worker1 is busy: no call ended within 1 s"
-    assert note.fix.startswith("torchweft top --worker worker1 ")
-    known = found(WELL, pairs=[replace(PAIR, latency_s=0.0)])
-    assert [each.text.split(",")[0] for each in known.findings if each.check == "channel"] == [
-        "channels: inline"
-    ]
-    assert not [each for each in known.findings if each.check == "pair"]
-
-
-def test_clocks_of_several_hosts_are_told() -> None:
-    between = replace(PAIR, is_one_host=False, clock_s=-0.012, clock_error_s=3e-4)
-    less = replace(between, callee="worker2", clock_s=0.002)
-    (told,) = [
-        each for each in found(WELL, pairs=[less, between]).findings if each.check == "clock"
-    ]
-    assert told.level is Level.GOOD
-    assert "12.0 ms at most, as those of worker0 and worker1, measured to 0.3 ms" in told.text
-    assert not [each for each in found(WELL).findings if each.check == "clock"]
 
 
 def test_pairs_of_equal_channels_are_one_line() -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from torchweft.observe.examining import interface_of, speed_of
-from torchweft.rpc import observed
-from torchweft.rpc.observed import _address_towards
 
 
 @pytest.mark.parametrize(
@@ -25,10 +23,3 @@ def test_the_speed_of_an_interface(text: str | None, speed: float, tmp_path: Pat
 def test_an_interface_is_known_by_its_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert [interface_of(each) for each in ("", "198.51.100.7", "2001:db8::7")] == ["", "", ""]
-
-
-def test_the_address_on_the_way_is_that_towards_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observed, "own_address_towards", lambda host: f"towards {host}")
-    found = _address_towards(["unix:@x", "tcp:127.0.0.1:5", "tcp:198.51.100.7:6"])
-    assert found == "towards 198.51.100.7"
-    assert _address_towards(["tcp:127.0.0.1:5"]) == ""

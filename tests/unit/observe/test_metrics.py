@@ -10,7 +10,7 @@ from tests.reports import made, member, report, served
 from torchweft import observe
 from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitialized
 from torchweft.observe.measures import BOUNDS_S, Distribution, measures_of
-from torchweft.reports import FunctionCounts, NumberRow, NumberTable, Traffic, bucket_of
+from torchweft.reports import FunctionCounts, NumberRow, NumberTable, bucket_of
 
 OF_F = {"weft.worker": "a", "rpc.system.name": "torchweft", "rpc.method": "f"}
 
@@ -55,21 +55,6 @@ def test_no_bucket_of_the_counters_lies_on_both_sides_of_a_limit() -> None:
             assert isinstance(durations, Distribution)
             below = sum(durations.counts[: BOUNDS_S.index(limit_s) + 1])
             assert below == (time_s <= limit_s), (limit_s, time_s)
-
-
-def test_bytes_are_told_by_other_worker_channel_and_direction() -> None:
-    traffic = (Traffic("b", 5, 7, {"sent shm": 9, "received cma": 11, "lent": 13}),)
-    moved = {
-        (each["weft.peer"], each["weft.channel"], each["network.io.direction"]): value
-        for each, value in values(found(report("a", traffic=traffic))["weft.network.io"])
-    }
-    assert moved == {
-        ("b", "messages", "transmit"): 5.0,
-        ("b", "messages", "receive"): 7.0,
-        ("b", "shm", "transmit"): 9.0,
-        ("b", "cma", "receive"): 11.0,
-        ("b", "lent", "transmit"): 13.0,
-    }
 
 
 def test_a_worker_tells_of_itself() -> None:

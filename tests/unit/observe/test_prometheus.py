@@ -20,7 +20,6 @@ from torchweft.errors import ConfigurationError
 from torchweft.observe import prometheus
 from torchweft.observe.measures import Metric, measures_of
 from torchweft.observe.metrics import Server
-from torchweft.observe.prometheus import family_of
 from torchweft.reports import FunctionCounts, bucket_of
 from torchweft.scraping import Address
 
@@ -30,14 +29,6 @@ COUNTS = FunctionCounts('say "f"\\', "out", 3, 1, {str(bucket_of(0.01)): 2}, 0.0
 
 def metrics() -> list[Metric]:
     return measures_of([report("a", functions=(COUNTS,), cpu_s=1.5)], [member("b", 1)], "cafe")
-
-
-def test_names_follow_the_rules_of_opentelemetry() -> None:
-    names = {metric.name: family_of(metric).name for metric in metrics()}
-    assert names["rpc.client.call.duration"] == "rpc_client_call_duration_seconds"
-    assert names["process.memory.usage"] == "process_memory_usage_bytes"
-    assert names["weft.rpc.client.calls"] == "weft_rpc_client_calls"
-    assert names["weft.references"] == "weft_references"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -75,14 +66,6 @@ def test_prometheus_reads_the_same_numbers(host: str) -> None:
 def test_a_port_in_use_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigurationError):
         Server(Address("127.0.0.1", taken.getsockname()[1]))
-
-
-def test_after_its_end_nobody_listens() -> None:
-    server = Server(Address("127.0.0.1", 0))
-    server.begin(metrics, "test-metrics")
-    server.close()
-    with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(server.url, timeout=LIMIT_S)
 
 
 def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tests.reports import made, report, thread
 from torchweft.observe import text
 from torchweft.observe.group import Answers
 from torchweft.observe.looking import Look, look_at
-from torchweft.observe.screen import Opened, Overview, TopApp, Waits, fill
+from torchweft.observe.screen import Opened, Overview, TopApp
 from torchweft.reports import FunctionCounts, NumberRow, NumberTable, Traffic
 
 WORKERS = 24
@@ -113,21 +113,6 @@ def test_all_workers_are_shown_and_sorted() -> None:
     drive(play)
 
 
-def test_workers_are_filtered_by_name_and_host() -> None:
-    async def play(app: TopApp, pilot: Pilot[None]) -> None:
-        await shown(app, pilot, lambda: bool(names(app)))
-        await pilot.press("slash", *"ker2")
-        assert names(app) == ["worker2", "worker20", "worker21", "worker22", "worker23"]
-        await pilot.press("enter")
-        assert app.focused is table(app, "workers")
-        await pilot.press("escape")
-        assert len(names(app)) == WORKERS + 1
-        await pilot.press("slash", *"host3", "enter")
-        assert len(names(app)) == WORKERS / 4
-
-    drive(play)
-
-
 def test_a_worker_is_opened_and_closed() -> None:
     async def play(app: TopApp, pilot: Pilot[None]) -> None:
         await shown(app, pilot, lambda: bool(names(app)))
@@ -148,75 +133,3 @@ def test_a_worker_is_opened_and_closed() -> None:
         await shown(app, pilot, lambda: isinstance(app.screen, Overview))
 
     assert set(drive(play).looks) == {None, "worker2"}
-
-
-def test_the_worker_that_was_asked_for_is_open_at_first() -> None:
-    async def play(app: TopApp, pilot: Pilot[None]) -> None:
-        await shown(app, pilot, lambda: isinstance(app.screen, Opened))
-        await shown(app, pilot, lambda: "worker7: " in str(title(app).content))
-        await pilot.press("escape")
-        await shown(app, pilot, lambda: isinstance(app.screen, Overview) and bool(names(app)))
-
-    def title(app: TopApp) -> Static:
-        return app.screen.query_one("#title", Static)
-
-    drive(play, worker="worker7")
-
-
-def test_waits_are_shown() -> None:
-    async def play(app: TopApp, pilot: Pilot[None]) -> None:
-        await shown(app, pilot, lambda: bool(names(app)))
-        await pilot.press("w")
-        await shown(app, pilot, lambda: isinstance(app.screen, Waits))
-        waits = app.screen.query_one("#waits", Static)
-        await shown(app, pilot, lambda: "deadlock: worker1" in str(waits.content))
-        await pilot.press("escape")
-        assert isinstance(app.screen, Overview)
-
-    drive(play)
-
-
-def test_looks_go_on_and_the_cursor_stays_at_its_worker() -> None:
-    async def play(app: TopApp, pilot: Pilot[None]) -> None:
-        await shown(app, pilot, lambda: bool(names(app)))
-        await pilot.press("down", "down", "down")
-        title = app.screen.query_one("#title", Static)
-        await shown(app, pilot, lambda: "look 5" in str(title.content))
-        workers = table(app, "workers")
-        assert names(app)[workers.cursor_row] == "worker3"
-        await pilot.press("r")
-        assert names(app)[workers.cursor_row] == "worker3"
-
-    drive(play, interval_s=0.1)
-
-
-def test_the_first_rows_stay_in_view_when_the_row_of_the_cursor_moves_down() -> None:
-    async def play(app: TopApp, pilot: Pilot[None]) -> None:
-        await shown(app, pilot, lambda: bool(names(app)))
-        workers = table(app, "workers")
-        assert workers.max_scroll_y > 0
-        await pilot.press("r")
-        await pilot.pause()
-        assert names(app)[workers.cursor_row] == "worker0"
-        assert workers.cursor_row > workers.size.height
-        assert workers.scroll_offset.y == 0
-        await pilot.press("down")
-        await shown(app, pilot, lambda: workers.scroll_offset.y > 0)
-
-    drive(play, size=(150, 20))
-
-
-def test_cells_change_in_place() -> None:
-    async def play(app: TopApp, pilot: Pilot[None]) -> None:
-        await shown(app, pilot, lambda: bool(names(app)))
-        functions = table(app, "functions")
-        content = text.Table("functions", ("function", "calls"), [["f", "1"], ["g", "2"]], 1)
-        fill(functions, content)
-        functions.move_cursor(row=1)
-        fill(functions, content._replace(rows=[["f", "1"], ["g", "3"]]))
-        assert str(functions.get_cell("1", "calls")) == "3"
-        assert functions.cursor_row == 1
-        fill(functions, content._replace(rows=[]))
-        assert functions.row_count == 0
-
-    drive(play)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,13 +8,21 @@ from tests.reports import (
     LONG_S,
     calling,
     gathering,
-    made,
     report,
     served,
     thread,
 )
-from torchweft.engine.protocol.observing import PASS, SHUTDOWN, VALUE, Wait, making_key
-from torchweft.observe.waits import WaitGraph, as_json, explain
+from torchweft.engine.protocol.observing import PASS, SHUTDOWN, Wait, making_key
+from torchweft.observe.waits import (
+    Graph,
+    Needs,
+    WaitGraph,
+    as_json,
+    circles,
+    explain,
+    stuck,
+    waiting_for,
+)
 from torchweft.reports import Report
 
 SILENT = {"b": "does not answer"}
@@ -46,30 +55,11 @@ def test_calls_that_wait_for_locks_of_each_other_are_perhaps_a_deadlock() -> Non
     )
 
 
-def test_waits_of_a_moment_are_no_deadlock() -> None:
-    assert workers_in_circles(*pair(age_s=0.5)) == []
-
-
 def test_calls_that_wait_for_each_other_are_a_deadlock() -> None:
     a = report("a", thread(serves="b#1", waits=(calling("a", 1, "b"),)), served=(served("b", 1),))
     b = report("b", thread(serves="a#1", waits=(calling("b", 1, "a"),)), served=(served("a", 1),))
     assert workers_in_circles(a, b) == [{"a", "b"}]
     assert explain(WaitGraph([a, b], {})).startswith("deadlock: a and b wait for each other")
-
-
-def test_a_call_that_computes_is_the_cause_and_no_deadlock() -> None:
-    a = report("a", thread(waits=(calling("a", 1, "b"),)))
-    b = report("b", thread("weft-b-1", serves="a#1", place="p.py:3 in f"), served=(served("a", 1),))
-    graph = WaitGraph([a, b], {})
-    assert graph.circles() == []
-    said = explain(graph)
-    assert said.startswith("a waits, in the end, for\n  b: program.work (called by 'a')")
-    assert "at p.py:3 in f" in said
-
-
-def test_a_call_that_has_ended_since_is_no_deadlock() -> None:
-    a = report("a", thread(waits=(calling("a", 1, "b"),)))
-    assert workers_in_circles(a, report("b")) == []
 
 
 def test_a_call_in_line_waits_for_the_calls_that_hold_the_slots() -> None:
@@ -121,13 +111,6 @@ def test_a_worker_that_can_come_to_a_barrier_by_another_thread_is_no_deadlock() 
     assert workers_in_circles(a, b) == []
 
 
-def test_a_silent_worker_is_the_cause() -> None:
-    a = report("a", thread(waits=(calling("a", 1, "b"),)))
-    graph = WaitGraph([a], SILENT)
-    assert graph.circles() == []
-    assert "a waits, in the end, for\n  b: worker 'b', which does not answer" in explain(graph)
-
-
 def test_a_backward_pass_waits_for_the_workers_that_it_lacks() -> None:
     wait = Wait(PASS, "7", LONG_S, "a backward pass", ("b",))
     a = report("a", thread(waits=(wait,)))
@@ -159,40 +142,12 @@ def test_a_value_waits_for_the_call_that_makes_it() -> None:
     assert workers_in_circles(a, b) == [{"a", "b"}]
 
 
-def test_a_thread_that_waits_for_a_value_of_its_own_worker() -> None:
-    wait = Wait(VALUE, "R", LONG_S, "R", ("a",))
-    assert workers_in_circles(report("a", thread(waits=(wait,)))) == []
-
-
-def test_a_coroutine_waits_for_the_calls_that_it_has_made() -> None:
-    a = report("a", served=(served("b", 1),), made=(made("a", 1, "b", parent="b#1"),))
-    b = report("b", served=(served("a", 1),), made=(made("b", 1, "a", parent="a#1"),))
-    assert workers_in_circles(a, b) == [{"a", "b"}]
-
-
-def test_other_threads_of_a_program_may_come_to_a_barrier() -> None:
-    a = report("a", thread(waits=(gathering("a", "b", number=1),)))
-    b = report("b", thread(waits=(gathering("a", "b", number=2),)), thread("loader"))
-    assert explain(WaitGraph([a, b], {})).startswith("deadlock, perhaps: a and b wait")
-
-
 def test_a_worker_in_shutdown_does_not_come_to_a_barrier() -> None:
     leaving = Wait(SHUTDOWN, "", LONG_S, "shutdown", ("a",))
     a = report("a", thread(waits=(gathering("a", "b"),)))
     b = report("b", thread(waits=(leaving,)))
     said = explain(WaitGraph([a, b], {}))
     assert "b: worker 'b', which does nothing" in said
-
-
-def test_a_group_without_waits() -> None:
-    assert "has waited for long" in explain(WaitGraph([report("a", thread())], {}))
-
-
-def test_programs_get_the_same() -> None:
-    told = as_json(WaitGraph(pair(), {}))
-    (deadlock,) = told["deadlocks"]  # type: ignore[misc]
-    assert deadlock["is_sure"] is False
-    assert [each["worker"] for each in deadlock["activities"]] == ["b", "b", "a", "a"]
 
 
 NAMES = "abcd"
@@ -250,3 +205,81 @@ def test_any_reports_make_a_graph_whose_every_node_is_there(
         assert any(activity.waits for activity in circle)
     assert explain(graph)
     assert as_json(graph)["silent"] == graph.silent
+
+
+LETTERS = "abcdefgh"
+
+
+def all_of(*others: str) -> Needs:
+    return Needs(others)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    names = LETTERS[: draw(st.integers(1, len(LETTERS)))]
+    others = st.lists(st.sampled_from(names), unique=True, max_size=3).map(tuple)
+    kinds = st.builds(Needs, others, st.booleans(), st.sampled_from((False, False, False, True)))
+    return {name: draw(kinds) for name in names}
+
+
+def test_of_several_ways_back_the_shortest_is_told() -> None:
+    graph = {"a": all_of("b", "c"), "b": all_of("c"), "c": all_of("d"), "d": all_of("a", "b")}
+    assert [len(circle) for circle in circles(graph)] == [3]
+
+
+@given(graphs())
+def test_the_stuck_can_be_ended_by_none_outside(graph: Graph) -> None:
+    left = stuck(graph)
+    for name in left:
+        needs = graph[name]
+        met = [other not in left for other in needs.others]
+        assert needs.is_stopped or not (all(met) if needs.of_all else any(met))
+        assert needs.is_stopped or needs.others
+
+
+@given(graphs())
+def test_the_others_can_end_one_after_the_other(graph: Graph) -> None:
+    going: set[str] = set()
+    left = set(graph) - stuck(graph)
+    while left:
+        ready = {name for name in left if graph[name].are_met(going)}
+        assert ready, "none of those that go on can be the next"
+        going |= ready
+        left -= ready
+
+
+@given(graphs())
+def test_circles_are_circles_of_stuck_ones(graph: Graph) -> None:
+    among = stuck(graph)
+    for circle in circles(graph):
+        assert set(circle) <= among
+        assert len(set(circle)) == len(circle)
+        for name, following in zip(circle, circle[1:] + circle[:1], strict=True):
+            assert following in graph[name].others
+
+
+@given(graphs())
+def test_without_stopped_ones_whatever_is_stuck_leads_to_a_circle(graph: Graph) -> None:
+    among = stuck(graph)
+    if any(needs.is_stopped for needs in graph.values()):
+        return
+    in_circles = {name for circle in circles(graph) for name in circle}
+    for name in among:
+        ends = {other for other in in_circles if name in waiting_for(graph, other)}
+        assert name in in_circles or ends
+
+
+@given(graphs(), st.sampled_from(LETTERS))
+def test_those_who_wait_reach_the_one_they_wait_for(graph: Graph, name: str) -> None:
+    if name not in graph:
+        return
+    waiting = waiting_for(graph, name)
+    direct = {each for each, needs in graph.items() if name in needs.others and each != name}
+    assert direct <= waiting
+    assert all(set(graph[each].others) & (waiting | {name}) for each in waiting)
+
+
+@pytest.mark.parametrize("size", [300])
+def test_a_chain_of_many_workers_takes_no_recursion(size: int) -> None:
+    graph = {f"n{at:03}": all_of(f"n{(at + 1) % size:03}") for at in range(size)}
+    assert len(circles(graph)[0]) == size

@@ -12,9 +12,8 @@ import pytest
 pytest.importorskip("textual_serve")
 aiohttp = pytest.importorskip("aiohttp")
 
-from torchweft.errors import ConfigurationError  # noqa: E402
 from torchweft.observe import web  # noqa: E402
-from torchweft.observe.web import _Server, serve  # noqa: E402
+from torchweft.observe.web import _Server  # noqa: E402
 
 LIMIT_S = 30.0
 Session = aiohttp.ClientSession
@@ -120,10 +119,3 @@ def test_connections_without_the_token_are_few_and_short(monkeypatch: pytest.Mon
             assert answer.status == 200
 
     browse(visit)
-
-
-def test_a_port_in_use_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"port {port}.*leave --port out"):
-            serve(["top"], "127.0.0.1", port, print)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,63 +106,6 @@ def messages(rows: Rows) -> list[Any]:
     return Slicer(found, ends, 0, "worker {}".format, ())._messages
 
 
-def test_frames_that_are_written_together_are_noted_one_by_one(
-    traced: tuple[FakeLink, Rows],
-) -> None:
-    link, rows = traced
-    first = encode_frame(Kind.GRADIENTS, 0, 5, b"c" * 60, [memoryview(b"x" * 9000)] * 2)
-    small = encode_frame(Kind.GRADIENTS, 0, 6, b"c" * 60, [memoryview(b"x" * 10)])
-    empty = encode_frame(Kind.GRADIENTS, 0, 7, b"c" * 60, [memoryview(b"")] * 2)
-    assert [len(each) for each in (first, small, empty)] == [3, 2, 3]
-    link.send([*first, *small, *empty, REPLY], may_block=True)
-    sizes = [sum(map(len, each)) for each in (first, small, empty, [REPLY])]
-    found = messages(rows)
-    assert all(each.category == "send" for each in found)
-    assert [each.args["bytes"] for each in found] == sizes
-    assert [each.args["kind"] for each in found] == ["gradients"] * 3 + ["reply"]
-    assert [each.args.get("tensors", {}).get("stream", 0) for each in found] == [18_000, 10, 0, 0]
-    assert [each.args["to"] for each in found] == ["worker 4"] * 4
-    assert all(each.began_s <= each.ended_s for each in found)
-
-
-@pytest.mark.parametrize("frame", [each for each, _ in CASES])
-def test_a_message_that_is_written_alone_is_noted_as_among_others(
-    traced: tuple[FakeLink, Rows], frame: Buffer
-) -> None:
-    link, rows = traced
-    link.send([frame], may_block=True)
-    link.send([frame, frame], may_block=True)
-    alone, first, _ = messages(rows)
-    assert alone._replace(began_s=0.0, ended_s=0.0) == first._replace(began_s=0.0, ended_s=0.0)
-    assert alone.began_s < alone.ended_s
-
-
-@pytest.mark.parametrize(("frame", "expected"), CASES)
-@pytest.mark.parametrize("kind", [bytes, memoryview])
-def test_no_byte_of_a_value_is_in_a_row(
-    traced: tuple[FakeLink, Rows],
-    frame: Buffer,
-    expected: Message,
-    kind: Callable[[Buffer], Buffer],
-) -> None:
-    link, rows = traced
-    link.send([kind(frame)], may_block=True)
-    number, control = int.from_bytes(frame[8:16], "little"), kind(frame[HEADER_BYTES:])
-    noted = Frame(frame[0], frame[1], number, control, ())
-    tap(rows).received(noted)
-    assert len(rows) == 2
-    fields = [each for row in rows._rows for each in row]
-    kept = [bytes(each) for each in fields if not isinstance(each, (int, float))]
-    assert not any(map(has_secret, kept))
-    sent, received = messages(rows)
-    for each in sent, received:
-        assert each.args["bytes"] == len(frame)
-        assert each.args.get("context", 0) == expected.context_id
-        tensors = each.args.get("tensors", {})
-        assert tensors.get("inline", 0) == (expected.inline_bytes if each is sent else 0)
-        assert f".{number}" in each.arrow
-
-
 @pytest.mark.parametrize("size", [0, 1, 20])
 def test_a_control_part_that_is_too_short_has_no_numbers(
     size: int,
@@ -174,18 +116,3 @@ def test_a_control_part_that_is_too_short_has_no_numbers(
     for found in messages(rows):
         assert found.args["bytes"] == HEADER_BYTES + size
         assert "context" not in found.args
-
-
-@pytest.mark.parametrize("sizes", [(), (10,), (9000, 1), (9000, 0)])
-def test_the_size_of_a_received_frame_is_that_on_the_connection(
-    traced: tuple[FakeLink, Rows], sizes: tuple[int, ...]
-) -> None:
-    link, rows = traced
-    control = encode(NAME, Failed(1, "op", SECRET)) + b"c" * 500
-    buffers = [memoryview(b"x" * size) for size in sizes]
-    parts = encode_frame(Kind.BACKWARD, 16, 5, control, buffers)
-    link.receives([*parts, REPLY])
-    first, second = messages(rows)
-    assert first.category == second.category == "receive"
-    assert (first.args["bytes"], first.args["from"]) == (sum(map(len, parts)), "worker 4")
-    assert (second.args["bytes"], second.args["context"]) == (len(REPLY), 3)
