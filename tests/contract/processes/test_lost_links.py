@@ -131,13 +131,13 @@ def test_a_network_that_comes_back_too_late_brings_nobody_back(
                 workers.do(here, far.leave)
 
 
-@pytest.mark.parametrize("is_secure", [False, True])
 @pytest.mark.parametrize(
-    ("fail", "mend"),
+    ("fail", "mend", "is_secure"),
     [
-        (Host.pull, Host.plug),
-        (Host.down, Host.up),
-        (Host.lose_address, Host.regain_address),
+        (Host.pull, Host.plug, False),
+        (Host.pull, Host.plug, True),
+        (Host.down, Host.up, False),
+        (Host.lose_address, Host.regain_address, False),
     ],
 )
 def test_nothing_is_lost_when_the_network_comes_back(
