@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 import torchweft
+from tests.thorough import examples
 from torchweft import autograd, rpc
 from torchweft.errors import CallCancelled, SerializationError
 from torchweft.optim import DistributedOptimizer
 
-RAISED = 150
-CALLS_OF_HANDLER = 400
+RAISED = examples(150)
+CALLS_OF_HANDLER = examples(400)
 
 
 class Alarm(Exception):
