@@ -132,7 +132,7 @@ LAUNCHERS := tests/launchers tests/contract/launchers
 
 # The tests that tests/thorough.py shortens.
 THOROUGH := tests/unit tests/simulation $(call process_tests,\
-    autograd_programs higher_order meta_gradients meta_gradients_loss meta_gradients_traffic)
+    autograd_programs higher_order meta_gradients_loss)
 
 .PHONY: thorough
 thorough: $(VENV)/.installed-test sanitized

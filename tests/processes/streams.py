@@ -87,8 +87,3 @@ def count_elements(tensor: torch.Tensor) -> int:
 
 def ones(size_bytes: int) -> torch.Tensor:
     return torch.ones(size_bytes, dtype=torch.uint8)
-
-
-def exchange(name: str, size_bytes: int, count: int) -> int:
-    sent = ones(size_bytes)
-    return sum(rpc.rpc_sync(name, functions.identity, args=(sent,)).numel() for _ in range(count))

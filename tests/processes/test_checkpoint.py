@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,21 @@ import pytest
 import torch
 
 from tests.contract.processes.checkpoint_model import (
+    Pair,
     Training,
     equal,
     last_file,
     limit_files,
     linear,
+    step_half,
+    step_often,
 )
-from tests.contract.processes.functions import open_gate, wait_until
-from tests.processes.checkpoint_model_internals import count_held, write_when_let
+from tests.contract.processes.functions import open_gate, raised_by, wait_until
+from tests.processes.checkpoint_model_internals import count_held, saved_numbers, write_when_let
 from torchweft import checkpoint, rpc
 from torchweft.checkpoint import owners
+from torchweft.engine.worker.current import current
 from torchweft.errors import (
-    ArgumentTypeError,
     CallTimeout,
     CheckpointError,
     SnapshotCorrupt,
@@ -36,24 +38,6 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.keeps("threads", "descriptors", "shared memory", "processes"),
 ]
-
-
-class Holder:
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(3)
-        self.numbers = {"a": [1, 2], "b": torch.ones(2)}
-
-
-def test_what_cannot_be_saved_is_named(group: Cluster, tmp_path: Path) -> None:
-    for state, name in [
-        ({"model": {"lock": threading.Lock()}}, "model/lock is a _thread.lock"),
-        ({"a": rpc.remote("worker0", int)}, "a is a reference to a int"),
-        ({"a": rpc.remote("worker0", dict, args=([("k", {"e": Holder()})],))}, r"a\['k'\]\['e'\]"),
-    ]:
-        with pytest.raises(ArgumentTypeError, match=name):
-            checkpoint.save(tmp_path, state, step=1)
-    assert list(tmp_path.iterdir()) == []
-    assert_nothing_held(group)
 
 
 def assert_nothing_held(group: Cluster) -> None:
@@ -148,20 +132,6 @@ def test_a_state_is_copied_onto_other_workers(group: Cluster, saved: Training) -
     assert_nothing_held(group)
 
 
-def test_a_folder_of_pytorch_is_restored_onto_other_workers(
-    group: Cluster, saved: Training, tmp_path: Path
-) -> None:
-    snapshot = checkpoint.latest(tmp_path)
-    assert snapshot is not None
-    checkpoint.to_dcp(snapshot, tmp_path / "folder")
-    moved = Training("worker1", "driver", "worker0", order="201")
-    moved.train(1)
-    assert checkpoint.restore(tmp_path / "folder", moved.state).step == 2
-    assert moved.train(3) == saved.train(3)
-    with pytest.raises(StateMismatch, match="the snapshot lacks extra"):
-        checkpoint.restore(tmp_path / "folder", {**moved.state, "extra": 1})
-
-
 @pytest.mark.parametrize("worker", ["worker1", "driver"])
 def test_a_full_disk_leaves_the_snapshots_before_and_nothing_else(
     group: Cluster, saved: Training, tmp_path: Path, worker: str
@@ -214,3 +184,52 @@ def test_a_save_whose_thread_cannot_start_leaves_nothing(
             checkpoint.save_async(tmp_path, state, step=1)
     assert_nothing_held(group)
     assert checkpoint.save(tmp_path, state, step=2, timeout=20).step == 2
+
+
+def test_no_step_of_concurrent_trainers_is_half_in_a_snapshot(
+    group: Cluster, tmp_path: Path
+) -> None:
+    pair = Pair(checkpoint.StepGate())
+    arguments = (pair.gate, pair.first, pair.second, 60)
+    trainers = [rpc.rpc_async(name, step_often, args=arguments) for name in group.names]
+    counts = []
+    while not all(trainer.done() for trainer in trainers):
+        state = pair.state()
+        checkpoint.save(tmp_path, state, step=len(counts), gate=pair.gate, random_states=False)
+        counts.append(saved_numbers(tmp_path))
+    for trainer in trainers:
+        trainer.wait()
+    assert all(first == second for first, second in counts), counts
+    assert len({first for first, _ in counts}) > 1, counts
+
+
+def test_a_snapshot_waits_for_a_step_under_way_and_steps_for_the_snapshot(
+    group: Cluster, tmp_path: Path
+) -> None:
+    pair = Pair(checkpoint.StepGate())
+    things = (pair.gate, pair.first, pair.second)
+    half = rpc.rpc_async("worker0", step_half, args=(*things, "half"))
+    wait_until(lambda: float(pair.first.to_here()) == 1, lambda: "the step did not begin")
+    with pytest.raises(CallTimeout, match=r"steps are under way on 'worker0'"):
+        checkpoint.save(tmp_path, pair.state(), step=0, gate=pair.gate, timeout=0.2)
+    assert checkpoint.latest(tmp_path) is None
+    # A save that gave up waiting does not keep the gate closed.
+    rpc.rpc_sync("worker1", step_often, args=(*things, 1))
+    rpc.rpc_sync("worker0", open_gate, args=("half",))
+    half.wait()
+    checkpoint.save(tmp_path, pair.state(), step=1, gate=pair.gate, random_states=False)
+    assert saved_numbers(tmp_path) == (2, 2)
+    with pair.gate.closed():
+        error = raised_by(pair.gate.step(timeout=0.1).__enter__)
+    assert isinstance(error, CallTimeout)
+    assert "the gate is closed" in str(error)
+    rpc.rpc_sync("worker1", step_often, args=(*things, 1))
+
+
+def test_a_dropped_gate_is_told_of_no_lost_worker(group: Cluster) -> None:
+    watchers = current()._watchers
+    before = len(watchers)
+    gate = checkpoint.StepGate()
+    assert len(watchers) == before + 1
+    del gate
+    wait_until(lambda: len(watchers) == before, lambda: "it is told for ever")

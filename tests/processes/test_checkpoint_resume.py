@@ -158,13 +158,3 @@ def test_an_owner_drops_what_it_holds_for_a_lost_driver(jobs: Any) -> None:
     assert job.do("first", count_held) == 1
     job.kill("driver")
     wait_until(lambda: job.do("first", count_held) == 0, lambda: "the part is still held")
-
-
-def test_training_that_is_done_is_not_done_again(
-    jobs: Any, tmp_path: Path, uninterrupted: Any
-) -> None:
-    directory = tmp_path / "snapshots"
-    for begun in (0, training.STEPS):
-        job = jobs()
-        job.begin_training(directory)
-        assert job.trained() == (begun, uninterrupted)

@@ -83,10 +83,6 @@ def shut_down_without_leave() -> bool:
     return shut_down(ignore=False, gives_leave=False)
 
 
-def shut_down_ignoring() -> bool:
-    return shut_down(gives_leave=False)
-
-
 def shut_down_soon() -> bool:
     return shut_down(timeout=SHORT_S)
 
@@ -103,28 +99,12 @@ def start_and_shut_down(path: str) -> bool:
     return shut_down(ignore=False)
 
 
-def gather_named() -> dict[str, int]:
-    values: dict[str, int] = rpc._all_gather(rpc.get_worker_info().id)
-    rpc._barrier(list(NAMES))
-    return values
-
-
-def test_references_that_are_alive_are_no_leak(workers: OpenWorkers) -> None:
-    on_all(workers, hold_a_reference)
-    assert on_all(workers, shut_down_checking) == [True] * 3
-
-
 def test_what_may_not_be_dropped_is_a_leak(workers: OpenWorkers) -> None:
     on_all(workers, hold_a_reference)
     for error in on_all(workers, shut_down_without_leave):
         assert isinstance(error, ShutdownError)
         assert "Leaking RRef" in str(error)
         assert f"made at {__file__}:" in str(error)
-
-
-def test_leaks_are_ignored_unless_asked_for(workers: OpenWorkers) -> None:
-    on_all(workers, hold_a_reference)
-    assert on_all(workers, shut_down_ignoring) == [True] * 3
 
 
 def test_what_has_begun_keeps_its_references(workers: OpenWorkers, tmp_path: Path) -> None:
@@ -158,14 +138,6 @@ def test_a_worker_that_died_is_not_waited_for(workers: OpenWorkers) -> None:
     assert time.monotonic() - start_s < NOTICE_S
 
 
-def test_a_worker_that_left_without_waiting_is_not_waited_for(workers: OpenWorkers) -> None:
-    workers.do("worker2", rpc.shutdown, False)
-    for name in NAMES[:2]:
-        workers.begin(name, shut_down_checking)
-    for name in NAMES[:2]:
-        assert isinstance(outcome_of(workers, name), ShutdownError)
-
-
 def keep_busy() -> None:
     """Holds all threads of the first worker's pool for longer than ``SHORT_S``."""
     busy = [rpc.rpc_async(NAMES[0], time.sleep, args=(10 * SHORT_S,)) for _ in range(3)]
@@ -196,8 +168,3 @@ def test_a_leader_does_not_wait_for_a_value_that_was_too_late_to_come(
         f"timed out in _all_gather after {SHORT_S:.2f} seconds: worker '{NAMES[1]}' could not"
     )
     assert expected in workers.result(NAMES[0])
-
-
-def test_gathering_by_the_private_names(workers: OpenWorkers) -> None:
-    expected = {name: rank for rank, name in enumerate(NAMES)}
-    assert on_all(workers, gather_named) == [expected] * 3

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import pytest
 import torch
 
 import torchweft
 from tests.conformance.shims.fault_plan import Plan
-from tests.conformance.shims.faults import Faults, InjectedFault
+from tests.conformance.shims.faults import Faults
 from tests.contract.processes import functions
 from tests.contract.processes.functions import Tracked, options, wait_until
 from torchweft import autograd, rpc
 from torchweft.compat.rpc import RRef, api
-from torchweft.errors import CallTimeout, ReferenceGone
+from torchweft.errors import CallTimeout
 from torchweft.launch import Nursery
 from torchweft.rpc.worker import current_worker
 
@@ -52,59 +51,6 @@ def takes(at_least_s: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("to", ["worker0", "driver"])
-def test_a_call_fails_as_often_as_it_is_told(nursery: Nursery, to: str) -> None:
-    with faulty(nursery, fail=["PYTHON_CALL"]):
-        for _ in range(2):
-            with pytest.raises(InjectedFault, match="PYTHON_CALL failed intentionally"):
-                api.rpc_sync(to, functions.add, (1, 2))
-        for _ in range(2):
-            future = api.rpc_async(to, functions.add, (torch.ones(2), 2))
-            with pytest.raises(InjectedFault, match="was not sent to worker"):
-                future.wait()
-        assert api.rpc_sync(to, functions.add, (1, 2)) == 3
-        # Calls of other kinds are not affected.
-        assert api.rpc_sync(to, torch.add, (torch.ones(1), 1)).item() == 2
-
-
-def test_pytorchs_operators_and_torchscript_are_calls_of_another_kind(nursery: Nursery) -> None:
-    with faulty(nursery, fail=["SCRIPT_CALL"], fail_sends=1):
-        one = torch.ones(1)
-        for function, total in ((torch.add, 2), (functions.scripted_sum, 3)):
-            with pytest.raises(InjectedFault, match="SCRIPT_CALL"):
-                api.rpc_sync("worker0", function, (one, one))
-            assert api.rpc_sync("worker0", function, (one, one)).item() == total
-        assert api.rpc_sync("worker0", functions.add, (1, 2)) == 3
-
-
-@pytest.mark.parametrize("to", ["worker0", "driver"])
-def test_a_late_call_outlasts_its_time_limit(nursery: Nursery, to: str) -> None:
-    with faulty(nursery, delay={"PYTHON_CALL": DELAY_S}):
-        with pytest.raises(CallTimeout, match="RPC ran for more than"):
-            api.rpc_sync(to, functions.add, (1, 2), timeout=0.05)
-        with pytest.raises(CallTimeout, match="RPC ran for more than"):
-            api.rpc_async(to, functions.add, (1, 2), timeout=0.05).wait()
-        with takes(DELAY_S):
-            assert api.rpc_sync(to, functions.add, (1, 2)) == 3
-
-
-@pytest.mark.parametrize("to", ["worker0", "driver"])
-def test_a_lost_creation_leaves_a_reference_to_nothing(nursery: Nursery, to: str) -> None:
-    with faulty(nursery, fail=["PYTHON_REMOTE_CALL"]):
-        reference = api.remote(to, Tracked)
-        with pytest.raises(InjectedFault, match="PYTHON_REMOTE_CALL failed intentionally"):
-            reference._get_future().wait()
-        for use in (
-            reference.to_here,
-            reference._serialize,
-            lambda: api.rpc_async(to, functions.fetch_content, (reference,)),
-        ):
-            with pytest.raises(InjectedFault, match="RRef creation on worker"):
-                use()
-        assert api.remote(to, torch.ones, ([2],)).to_here().tolist() == [1, 1]
-        assert rpc.rpc_sync(to, functions.count_tracked) == 0
-
-
-@pytest.mark.parametrize("to", ["worker0", "driver"])
 def test_a_late_creation(nursery: Nursery, to: str) -> None:
     with faulty(nursery, delay={"PYTHON_REMOTE_CALL": DELAY_S}):
         late = api.remote(to, Tracked, (3,), timeout=0.05)
@@ -118,19 +64,6 @@ def test_a_late_creation(nursery: Nursery, to: str) -> None:
         await_end_on(to)
         # Dropped before its value is made; the group's shutdown waits for it all the same.
         api.remote(to, Tracked, (4,))
-
-
-def test_fetching_is_of_the_kind_of_the_creation(nursery: Nursery) -> None:
-    with faulty(nursery, fail=["SCRIPT_RREF_FETCH_CALL"], delay={"PYTHON_RREF_FETCH_CALL": 0.2}):
-        tensor = api.remote("worker0", torch.ones, ([2],))
-        for _ in range(2):
-            with pytest.raises(InjectedFault, match="SCRIPT_RREF_FETCH_CALL"):
-                tensor.to_here()
-        assert tensor.to_here().tolist() == [1, 1]
-        number = api.remote("worker0", functions.add, (1, 2))
-        with pytest.raises(CallTimeout, match="RPC ran for more than"):
-            number.to_here(0.05)
-        assert number.to_here() == 3
 
 
 COUNTING = ["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE"]
@@ -171,16 +104,3 @@ def test_contexts_end_although_messages_are_lost(nursery: Nursery, fail: list[st
 
 def count_contexts() -> int:
     return len(current_worker().contexts._contexts)
-
-
-def test_after_shutdown(nursery: Nursery) -> None:
-    with faulty(nursery):
-        reference: Any = api.remote("worker0", Tracked)
-        assert "UserRRef" in str(reference)
-    assert "RRef" in str(reference)
-    with pytest.raises(ReferenceGone, match=r"Cannot call to_here\(\) on it after deletion"):
-        reference.to_here()
-    with pytest.raises(ReferenceGone, match="Cannot call fork an UserRRef after deletion"):
-        reference._serialize()
-    with pytest.raises(RuntimeError, match="Current RPC agent is not set! Did you initialize"):
-        RRef(1)

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 import torchweft
-from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.functions import options
 from tests.internal import overridden
 from tests.processes import cutting
 from tests.processes.cutting import CuttingNetwork
-from torchweft import autograd, rpc
+from torchweft import rpc
 from torchweft.engine.io.session import ResumableLink
 from torchweft.engine.worker.current import current
 from torchweft.launch import Cluster, Nursery
-from torchweft.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -147,89 +146,4 @@ def test_tensors_of_all_sizes_arrive(over_tcp: Cluster, network: CuttingNetwork)
         ]
         for tensor, future in zip(sent * 2, futures, strict=True):
             assert torch.equal(future.wait(), tensor + 1)
-    assert sum(map(resumptions, over_tcp.names)) > before
-
-
-@pytest.mark.parametrize("network", [(2_000, 40)], indirect=True)
-def test_references_are_released_all_the_same(over_tcp: Cluster, network: CuttingNetwork) -> None:
-    from tests.remains import count_references
-
-    before = {name: rpc.rpc_sync(name, count_references) for name in over_tcp.names}
-    for _ in range(30):
-        first = rpc.remote(over_tcp.names[0], add_one, args=(torch.ones(2),))
-        second = rpc.remote(over_tcp.names[1], fetch_and_add, args=(first,))
-        assert torch.equal(second.to_here(), torch.full((2,), 3.0))
-    del first, second
-    wait_until(
-        lambda: {n: rpc.rpc_sync(n, count_references) for n in over_tcp.names} == before,
-        lambda: "references are left",
-    )
-
-
-def fetch_and_add(reference: torchweft.RRef[torch.Tensor]) -> torch.Tensor:
-    return reference.to_here() + 1
-
-
-class Tower(torch.nn.Module):
-    """A part of a model whose next part is on another worker."""
-
-    def __init__(self, seed: int, next_part: torchweft.RRef[torch.nn.Module] | None) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear = torch.nn.Linear(8, 8, dtype=torch.float64)
-        self.next_part = next_part
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        value = torch.tanh(self.linear(value))
-        return value if self.next_part is None else self.next_part.rpc_sync().forward(value)
-
-    def parameter_references(self) -> list[torchweft.RRef[torch.Tensor]]:
-        return [torchweft.RRef(parameter) for parameter in self.parameters()]
-
-
-def trained_alone(steps: int) -> list[float]:
-    parts = torch.nn.Sequential(Tower(2, None), Tower(1, None))
-    optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
-    return [step_of(parts, optimizer, number) for number in range(steps)]
-
-
-def step_of(parts: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    optimizer.zero_grad()
-    loss = loss_of(parts(given(number)))
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
-def given(number: int) -> torch.Tensor:
-    chance = torch.Generator().manual_seed(number)
-    return torch.randn(4, 8, generator=chance, dtype=torch.float64)
-
-
-def loss_of(output: torch.Tensor) -> torch.Tensor:
-    return (output - 0.5).pow(2).mean()
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("network", [(3_000, 60)], indirect=True)
-def test_training_is_what_it_is_in_one_process(over_tcp: Cluster, network: CuttingNetwork) -> None:
-    """Covers handing over references, backward passes and optimizer steps."""
-    steps = 40
-    second = rpc.remote(over_tcp.names[1], Tower, args=(1, None))
-    first = rpc.remote(over_tcp.names[0], Tower, args=(2, second))
-    parameters = [
-        reference
-        for part in (first, second)
-        for reference in part.rpc_sync().parameter_references()
-    ]
-    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
-    before = sum(map(resumptions, over_tcp.names))
-    losses = []
-    for number in range(steps):
-        with autograd.context() as context_id:
-            loss = loss_of(first.rpc_sync().forward(given(number)))
-            autograd.backward(context_id, [loss])
-            optimizer.step(context_id)
-            losses.append(loss.item())
-    assert losses == trained_alone(steps)
     assert sum(map(resumptions, over_tcp.names)) > before

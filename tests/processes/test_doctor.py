@@ -33,29 +33,6 @@ def examined(*arguments: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_a_running_group_of_strict_workers_is_examined_from_outside(nursery: Nursery) -> None:
-    strict = options(strict=True)
-    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=strict) as group:
-        for name in group.names:
-            assert rpc.rpc_sync(name, read_time) > 0
-        pid = str(group.pids["worker0"])
-        found = examined(pid)
-        both = {f"driver -> {name}" for name in group.names}
-        both |= {f"{name} -> driver" for name in group.names}
-        assert {each["where"] for each in found["pair"]} == both
-        for each in found["pair"]:
-            assert "us a call, " in each["text"]
-            assert "channels: inline, " in each["text"]
-        assert [(each["level"], each["where"]) for each in found["versions"]] == [
-            ("ok", "all workers")
-        ] * 3
-        (rest,) = found["pairs"]
-        assert rest["text"].startswith("4 of 6 pairs are measured; 2 have no connection, ")
-        (few,) = examined(pid, "--pairs", "1")["pairs"]
-        assert few["text"].startswith("1 of 6 pairs are measured")
-        assert few["fix"] == "torchweft doctor --group --pairs 4 measures all"
-
-
 def test_busy_and_stopped_workers_are_named_from_outside(nursery: Nursery, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     single = options(num_worker_threads=1)

@@ -34,8 +34,6 @@ def workers(nursery: Nursery) -> Iterator[None]:
         ("sgd", RowWise(*SERVERS), {}),
         ("adagrad", RowWise(*SERVERS), {"staleness": 0, "reduction": "mean"}),
         ("adam", ColumnWise(*SERVERS), {}),
-        ("sgd", RowWise(*SERVERS), {"reduction": "sum"}),
-        ("adagrad", ColumnWise(*SERVERS), {"reduction": "sum"}),
         ("row-wise", RowWise(SERVERS[0]), {"reduction": "sum"}),
     ],
 )

@@ -14,7 +14,6 @@ from tests.contract.processes.embedding_functions import (
     check_same,
     close_tables,
     configs_of,
-    end_process,
     open_tables,
     train_step,
 )
@@ -41,9 +40,6 @@ from torchweft.embedding import (
 )
 from torchweft.embedding.configs import Place
 from torchweft.embedding.server import host_of
-from torchweft.errors import (
-    WorkerLost,
-)
 from torchweft.launch import Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -70,35 +66,6 @@ def make_steps(first: int, end: int) -> list[list[float]]:
         ]
         losses.append([future.wait() for future in futures])
     return losses
-
-
-def test_a_killed_server_is_restored_and_the_run_is_the_same_bit_by_bit(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    rule = "adam"
-    with torchweft.cluster(workers=5, nursery=nursery, check=False):
-        open_on(SERVERS, rule)
-        expected_losses = make_steps(0, STEPS)
-        expected = on_first(weights_of, "tables")
-        on_all(close_tables, "tables")
-
-        open_on(SERVERS, rule)
-        losses = make_steps(0, 1)
-        on_first(save_tables, "tables", str(tmp_path), 1)
-        losses += make_steps(1, BEFORE)
-        on_first(save_tables, "tables", str(tmp_path), BEFORE, 1)
-        make_steps(BEFORE, BEFORE + LOST)
-        with pytest.raises(WorkerLost):
-            rpc.rpc_sync(SERVERS[1], end_process)
-        for trainer in TRAINERS:
-            with pytest.raises(WorkerLost, match=f"'{SERVERS[1]}'"):
-                rpc.rpc_sync(trainer, close_tables, ("tables",))
-        open_on([SERVERS[0], SPARE], rule)
-        step, saved_losses = on_first(restore_tables, "tables", str(tmp_path))
-        assert (step, saved_losses) == (BEFORE, [BEFORE / 4])
-        losses += make_steps(step, STEPS)
-        assert losses == expected_losses
-        check_same(on_first(weights_of, "tables"), expected)
 
 
 @pytest.fixture(scope="module")

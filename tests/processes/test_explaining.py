@@ -18,11 +18,10 @@ from tests.contract.processes import deadlocks
 from tests.contract.processes.functions import options, stop, wait_until
 from tests.contract.processes.observers import ANSWER_S, OPEN, group_of
 from torchweft import Secret, rpc
-from torchweft.cli.top import DEADLOCK_STATUS, FAILURE_STATUS
+from torchweft.cli.top import DEADLOCK_STATUS
 from torchweft.engine.worker.current import current
 from torchweft.errors import GroupNotFound, ObserverRefused, ShutdownError
 from torchweft.launch import Cluster, Nursery
-from torchweft.observe import group as observe_group
 from torchweft.observe.group import Group, find, read_folder
 from torchweft.observe.session import Access
 from torchweft.observe.waits import WaitGraph, explain
@@ -68,48 +67,6 @@ def test_two_workers_that_call_each_other_with_one_thread_each(
         place = deadlocks.line_of(mark) + function
         assert said.count(place) == 2, said
     assert [len(circle) for circle in graph.circles()] == [4]
-
-
-@pytest.mark.keeps("threads", "descriptors", "processes")
-def test_a_barrier_that_one_worker_never_reaches(stuck: Cluster, tmp_path: Path) -> None:
-    everybody = ["worker0", "worker1", "worker2"]
-    for worker in everybody[:2]:
-        rpc.rpc_async(worker, deadlocks.synchronize, args=(everybody,))
-    os.mkfifo(tmp_path / "pipe")
-    rpc.rpc_async("worker2", deadlocks.read, args=(str(tmp_path / "pipe"),))
-    said, graph = explained_when(
-        group_of(stuck),
-        f"worker0 and worker1 wait, in the end, for\n  worker2: {deadlocks.__name__}.read ",
-    )
-    assert said.count(deadlocks.line_of("comes to the barrier") + "synchronize") == 2
-    assert deadlocks.line_of("waits for a writer") + "read" in said
-    assert not graph.circles()  # The function of worker2 may return at any moment.
-
-
-@pytest.mark.keeps("threads", "descriptors", "processes")
-def test_a_call_that_waits_in_a_barrier_for_its_caller(stuck: Cluster) -> None:
-    pair = ["worker0", "worker1"]
-    rpc.rpc_async("worker1", deadlocks.update_before_barrier, args=(pair, "worker0"))
-    said, graph = explained_when(group_of(stuck), "deadlock: ")
-    assert "deadlock: worker0 and worker1 wait for each other" in said
-    assert deadlocks.line_of("comes to the barrier") + "synchronize" in said
-    assert deadlocks.line_of("calls before the barrier") + "update_before_barrier" in said
-    assert len(graph.circles()) == 1
-
-
-@pytest.mark.keeps("threads", "descriptors", "processes")
-def test_a_value_that_is_not_made(stuck: Cluster, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    value = rpc.remote("worker1", deadlocks.read, args=(str(tmp_path / "pipe"),))
-    rpc.rpc_async("worker0", deadlocks.fetch, args=(value,))
-    # Whether worker1 waits as well depends on which of both calls it has begun first.
-    said, _ = explained_when(
-        group_of(stuck), "in the end, for\n  worker1: tests.contract.processes.deadlocks.read "
-    )
-    assert said.startswith("worker0 ")
-    assert deadlocks.line_of("waits for a writer") + "read" in said
-    assert deadlocks.line_of("waits for the value") + "fetch" in said
-    (tmp_path / "pipe").write_bytes(b"")
 
 
 @pytest.mark.keeps("threads", "descriptors", "processes")
@@ -320,50 +277,3 @@ def test_files_name_the_lines_of_a_barrier_that_one_worker_never_reaches(
     assert "worker0 and worker1 wait, in the end, for\n  worker2: tests.contract.processes" in said
     assert said.count(deadlocks.line_of("comes to the barrier") + "synchronize") == 2
     assert deadlocks.line_of("waits for a writer") + "read" in said
-
-
-@pytest.mark.keeps("threads", "descriptors", "processes")
-def test_files_name_the_lines_of_a_backward_pass_whose_worker_is_stopped(
-    stuck_with_files: tuple[Cluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group, folder = stuck_with_files
-    monkeypatch.setattr(observe_group, "_APART_S", 0.0)
-    path, pid = tmp_path / "pipe", group.pids["worker1"]
-    os.mkfifo(path)
-    rpc.rpc_async("worker0", deadlocks.train_until_it_halts, args=("worker1", str(path)))
-    wait_until((tmp_path / "pipe.begun").exists, lambda: "there was no backward pass")
-    dump(group, folder, "worker1")  # As on an earlier look.
-    stop(pid)
-    try:
-        explained_when(group_of(group), "a backward pass", STOPPED_S)
-        dump(group, folder, "worker0")
-        _, said, _ = said_by("explain", str(folder))
-        (folder / "worker1.weft.json").unlink()
-        _, said_without, _ = said_by("explain", str(folder))
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    for text in (said, said_without):
-        assert f"its process {pid} is stopped by a signal; kill -CONT {pid} lets it go on" in text
-        assert deadlocks.line_of("runs the pass that halts") + "train_until_it_halts" in text
-    assert "worker 'worker1', which has written no file for " in said
-    assert deadlocks.line_of("is in the backward pass") + "backward" in said
-    assert "worker 'worker1', which has written no file here: its process" in said_without
-
-
-def test_a_folder_without_reports_is_refused(tmp_path: Path) -> None:
-    status, _, err = said_by("explain", str(tmp_path))
-    assert status == FAILURE_STATUS
-    assert "has no report of a worker" in err
-    status, _, err = said_by("explain", str(tmp_path / "missing"))
-    assert status == 2
-    assert "cannot read the folder" in err
-    (tmp_path / "worker0.weft.json").mkdir()
-    status, _, err = said_by("explain", str(tmp_path))
-    assert status == FAILURE_STATUS
-    assert "no report can be read: " in err
-    assert "worker0.weft.json': Is a directory" in err
-    (tmp_path / "worker0.weft.json").rmdir()
-    (tmp_path / "worker0.weft.json").write_text("{}")
-    status, _, err = said_by("explain", str(tmp_path))
-    assert status == FAILURE_STATUS
-    assert "worker0.weft.json': Report of a report lacks" in err

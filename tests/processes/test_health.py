@@ -153,15 +153,6 @@ def test_a_process_that_ends_without_shutdown_says_so(
         workers.do("c", call, "b")
 
 
-def test_who_leaves_without_grace_says_so(workers: OpenWorkers) -> None:
-    workers.do("a", call, "b")
-    workers.do("b", rpc.shutdown, False)
-    wait_until(
-        lambda: workers.do("a", states)[1].state is WorkerState.LOST, lambda: "it is not lost"
-    )
-    assert str(workers.do("a", states)[1]).endswith(": it left by shutdown(graceful=False)")
-
-
 def test_a_program_is_told_once_of_each(workers: OpenWorkers) -> None:
     workers.do("a", listen_badly)
     workers.do("a", listen)

@@ -22,12 +22,11 @@ import torchweft
 from tests.contract.processes import functions
 from tests.contract.processes.weft_run import is_running, wait_until_gone
 from torchweft import rpc
-from torchweft.errors import ConfigurationError, HostError, LaunchError
+from torchweft.errors import HostError, LaunchError
 from torchweft.launch import Host, HostsLauncher, Order, RestartPolicy
 from torchweft.launch.console import BinarySink, Console
 from torchweft.launch.hosts import CommandLink, HostNurseries
 from torchweft.launch.job import Job, program_job
-from torchweft.launch.restarts import WORKER
 from torchweft.launch.worker import WorkerSpec
 from torchweft.scraping import Address
 
@@ -95,15 +94,6 @@ def test_workers_of_two_hosts_know_their_places() -> None:
     ]
 
 
-def test_a_worker_that_fails_ends_those_of_all_hosts() -> None:
-    body = "import os, signal; os.environ['RANK'] == '3' and 1 / 0; signal.pause()"
-    status, output = run(python(body))
-    assert status == 1
-    assert "worker 'worker3' (rank 3, pid " in output.err
-    assert "ending the other 3" in output.err
-    assert output.err.count("[worker3] ZeroDivisionError") == 1
-
-
 def test_a_group_over_hosts_starts_again_at_another_port(tmp_path: Path) -> None:
     body = (
         "import os, sys; life = os.environ['WEFT_RESTART_COUNT']; "
@@ -132,20 +122,6 @@ def test_the_secret_is_in_a_private_file_only() -> None:
         assert not os.path.exists(os.path.dirname(path))
 
 
-def test_another_interpreter_on_the_hosts(tmp_path: Path) -> None:
-    other = tmp_path / "python"
-    other.symlink_to(sys.executable)
-    launcher = Here()
-    launcher.python = str(other)
-    _, output = run(python("import sys; print(sys.orig_argv[0])"), launcher, count=2)
-    assert output.out == [f"[worker{rank}] {other}" for rank in range(2)]
-
-
-def test_restarts_of_single_workers_of_a_run_are_for_one_machine() -> None:
-    with pytest.raises(ConfigurationError, match="--restart group"):
-        run(python(""), restarts=RestartPolicy(1, WORKER))
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -168,21 +144,6 @@ def test_a_host_that_cannot_be_reached_is_named(command: Sequence[str], message:
         run(python(""), Here(AGENT, command, timeout_s=timeout_s))
     assert caught.value.host == "host1"
     assert time.monotonic() - begin_s < LIMIT_S
-
-
-def test_a_host_without_the_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    command = ("sh", "-c", f"cd / && rmdir {folder} && exec {' '.join(AGENT)}")
-    with pytest.raises(HostError, match=r"there is no folder '.*gone'"):
-        run(python(""), Here(command), count=1)
-
-
-def test_text_before_the_agent_is_skipped() -> None:
-    command = ("sh", "-c", f"echo Welcome to this host; exec {' '.join(AGENT)}")
-    status, output = run(python("print(1)"), Here(command), count=1)
-    assert (status, output.out) == (0, ["[worker0] 1"])
 
 
 class Followed:
@@ -282,16 +243,6 @@ def test_a_signal_to_a_worker_is_sent_where_it_runs() -> None:
         assert is_running(followed.pids["a"])
     finally:
         followed.nurseries.close()
-
-
-def test_much_output_of_all_workers_arrives_whole() -> None:
-    body = "for number in range(20_000): print(number, 'x' * 50)"
-    _, output = run(python(body), count=4)
-    assert len(output.out) == 80_000
-    for rank in range(4):
-        mark = f"[worker{rank}] "
-        own = [int(line.split()[1]) for line in output.out if line.startswith(mark)]
-        assert sorted(own) == list(range(20_000))
 
 
 def test_a_run_with_much_unread_output_ends_soon() -> None:

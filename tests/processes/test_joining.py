@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from pathlib import Path
@@ -15,8 +14,6 @@ from tests.contract.processes.functions import wait_until
 from tests.contract.processes.test_joining import assert_not_joined, join_alone
 from tests.processes import internals
 from torchweft import rpc
-from torchweft.engine.io import addresses
-from torchweft.engine.worker.current import current
 from torchweft.errors import (
     ConfigurationError,
     WeftError,
@@ -32,19 +29,6 @@ def test_a_bad_name_is_noticed_before_anybody_hears_of_it(world_size: int | None
         join_group("no name", 0, world_size, rpc.RpcBackendOptions(store=store))
     assert store.num_keys() == 0
     assert_not_joined()
-
-
-def test_silent_strangers_do_not_delay_the_shutdown() -> None:
-    with contextlib.ExitStack() as connections:
-        join_alone()
-        try:
-            for text in current().me.registration.addresses * 3:
-                connections.enter_context(addresses.dial(addresses.parse(text), 1.0))
-            assert rpc.rpc_sync("alone", functions.name_here) == "alone"
-            start_s = time.monotonic()
-        finally:
-            rpc.shutdown()
-        assert time.monotonic() - start_s < 5.0  # Each stranger has ten seconds.
 
 
 def test_a_coroutine_that_blocks_does_not_keep_the_worker(

@@ -21,15 +21,16 @@ from tests.contract.processes.test_launch_cluster import (
     are_gone,
     compute_for_ever,
     identify,
-    kill_one,
     wait_until,
 )
-from torchweft import deaths, rpc
+from torchweft import rpc, secret
+from torchweft.engine.worker.current import current
 from torchweft.errors import LaunchError, ShutdownError, WorkerLost
 from torchweft.launch import Cluster, Nursery, cluster, clusters
 from torchweft.launch.job import program_job
 from torchweft.launch.supervisor import Supervisor
 from torchweft.rpc import node
+from torchweft.secret import Secret
 
 
 def test_process_ids_are_known_even_if_they_are_told_after_a_worker_has_joined(
@@ -148,22 +149,6 @@ def test_a_worker_whose_process_does_not_end_is_named(
     assert "in _end_at_once\n" in told
 
 
-def test_a_death_that_is_expected_is_no_error(
-    nursery: Nursery, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deaths, "WAIT_S", LIMIT_S)
-    with cluster(workers=2, nursery=nursery, check=False) as group:
-        waiting = rpc.rpc_async("worker1", time.sleep, args=(60,))
-        kill_one(group, capsys)
-        with pytest.raises(WorkerLost, match=r": it was killed by SIGKILL"):
-            waiting.wait()
-        waiting = rpc.rpc_async("worker0", time.sleep, args=(60,))
-        rpc.rpc_async("worker0", os._exit, args=(3,))
-        with pytest.raises(WorkerLost, match=r": it ended with exit code 3"):
-            waiting.wait()
-    capsys.readouterr()
-
-
 def multiply_for_ever() -> None:
     """Is within C++ most of the time, without the lock of the interpreter."""
     matrix = torch.ones(300, 300)
@@ -177,8 +162,9 @@ def leave_soon() -> None:
 
 
 def test_a_worker_that_is_interrupted_in_a_function_ends_by_that_signal(
-    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+    nursery: Nursery, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(clusters, "NOTICE_S", LIMIT_S)  # The wait ends when its exit is seen.
     group = cluster(workers=1, nursery=nursery, setup=leave_soon).start()
     call = rpc.rpc_async("worker0", multiply_for_ever)
     time.sleep(0.1)
@@ -202,3 +188,24 @@ def test_a_worker_that_never_joins_fails_the_start(
     assert time.monotonic() - start_s < LIMIT_S
     assert "its last lines:\n    no licence\n" in capsys.readouterr().err
     assert group.pids == {}
+
+
+@pytest.mark.keeps("processes")
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_cluster_where_a_secret_is_set(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool, restarts: int
+) -> None:
+    path = tmp_path / "secret"
+    secret.write_new(path)
+    options = None
+    if is_told:
+        options = rpc.RpcBackendOptions(secret=Secret.from_file(path), listen="192.0.2.1")
+    else:
+        monkeypatch.setenv("WEFT_SECRET_FILE", str(path))
+        monkeypatch.setenv("WEFT_LISTEN", "192.0.2.1")
+    with cluster(1, nursery=nursery, rpc_backend_options=options, restarts=restarts):
+        assert rpc.rpc_sync("worker0", torch.add, args=(torch.ones(1), 1)).item() == 2.0
+        listeners = [*current().me.registration.addresses]
+        listeners += current().find("worker0").registration.addresses
+        assert all(each.startswith(("unix:@", "tcp:127.0.0.1:")) for each in listeners)

@@ -109,14 +109,3 @@ def test_the_caller_of_a_cluster_and_its_workers_serve(nursery: Nursery, restart
         for number, name in enumerate(names):
             assert f'weft_worker="{name}"' in scraped(first.plus(number))
     check_free([first.plus(number) for number in range(3)])
-
-
-def test_no_worker_of_a_cluster_starts_if_a_port_is_taken(nursery: Nursery) -> None:
-    first = free_ports(3)
-    with socket.socket() as other:
-        other.bind(first.plus(2))
-        other.listen()
-        made = cluster(workers=2, nursery=nursery, metrics=str(first))
-        with pytest.raises(ConfigurationError, match=f"port {first.port + 2}: "):
-            made.start()
-    assert made.pids == {}

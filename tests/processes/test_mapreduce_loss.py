@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import torchweft
 from tests.contract.processes import functions
 from tests.contract.processes import mapreduce_functions_m as parts
+from tests.contract.processes.functions import options
 from tests.contract.processes.mapreduce_gradients import (
     check_gradients,
     map_and_check,
@@ -23,7 +23,7 @@ from tests.contract.processes.mapreduce_gradients import (
 from tests.processes import mapreduce_internals_m as internals
 from torchweft import knobs, mapreduce, rpc
 from torchweft.errors import WorkerLost
-from torchweft.launch import Cluster
+from torchweft.launch import Cluster, Nursery
 from torchweft.mapreduce.observers import watching
 from torchweft.rpc.worker import current_worker
 
@@ -37,8 +37,7 @@ def kill(group: Cluster, name: str) -> None:
     internals.wait_lost(name)
 
 
-@pytest.mark.parametrize("fan_out", [1, 4])
-@pytest.mark.parametrize("victim", ["worker0", "worker1", "worker2"])
+@pytest.mark.parametrize(("victim", "fan_out"), [("worker0", 1), ("worker1", 1), ("worker2", 4)])
 def test_a_worker_is_killed_while_it_runs_a_part(three: Cluster, victim: str, fan_out: int) -> None:
     with knobs.FAN_OUT.override(fan_out):
         map_and_check(internals.loss_or_die, victim, partitioner=on(*three.names))
@@ -87,37 +86,6 @@ def test_a_worker_is_killed_when_it_has_done_its_part(three: Cluster, is_recorde
         check_gradients(model, inputs, found)
 
 
-def test_parts_are_not_run_again_unless_that_is_wanted(three: Cluster) -> None:
-    def cut(model: nn.Module, inputs: Tensor, victim: str) -> list[tuple[Any, Any, Any]]:
-        return [(place % 3 + 1, (model, row, victim), {}) for place, row in enumerate(inputs)]
-
-    model, inputs = model_and_inputs()
-    with pytest.raises(WorkerLost) as caught:
-        mapreduce.remote_sync_call(
-            internals.loss_or_die, args=(model, inputs, "worker0"), partitioner=cut
-        )
-    assert caught.value.worker == "worker0"
-    assert "rerun=True" in caught.value.__notes__[-1]
-    map_and_check(internals.loss_or_die, "worker1", partitioner=cut_rows, rerun=True)
-
-
-def cut_rows(model: nn.Module, inputs: Tensor, victim: str) -> list[tuple[Any, Any, Any]]:
-    rows = inputs.split(1)
-    return [(place % 2 + 2, (model, row, victim), {}) for place, row in enumerate(rows)]
-
-
-def test_nobody_is_left(three: Cluster) -> None:
-    model, inputs = model_and_inputs()
-    with pytest.raises(WorkerLost) as caught:
-        mapreduce.remote_sync_call(
-            internals.loss_or_die,
-            args=(model, inputs, "worker2"),
-            partitioner=on("worker2"),
-        )
-    assert caught.value.worker == "worker2"
-    assert "no worker is left" in caught.value.__notes__[-1]
-
-
 def test_a_part_that_calls_a_lost_worker_fails_itself(three: Cluster) -> None:
     kill(three, "worker2")
     with pytest.raises(WorkerLost) as caught:
@@ -131,16 +99,6 @@ def test_a_part_that_calls_a_lost_worker_fails_itself(three: Cluster) -> None:
     assert "part" in caught.value.__notes__[-1]
     notes = parts.take_notes()
     assert len(notes) == len(set(notes)), "no part has run twice"
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_worker_was_killed_before(three: Cluster, is_known: bool) -> None:
-    if is_known:
-        kill(three, "worker0")
-    else:
-        os.kill(three.pids["worker0"], signal.SIGKILL)
-    map_and_check(parts.loss, partitioner=on(*three.names))
-    map_and_check(parts.loss, partitioner=on("worker0", "worker1"))
 
 
 def test_running_a_map_again_after_a_loss(three: Cluster) -> None:
@@ -161,3 +119,43 @@ def test_running_a_map_again_after_a_loss(three: Cluster) -> None:
 def rpc_contexts() -> Any:
 
     return current_worker().contexts
+
+
+@pytest.mark.parametrize("fan_out", [1, 2])
+def test_gradients_along_a_tree(nursery: Nursery, fan_out: int) -> None:
+    with (
+        torchweft.cluster(workers=5, nursery=nursery, rpc_backend_options=options()) as five,
+        knobs.FAN_OUT.override(fan_out),
+    ):
+        for name in five.names:
+            rpc.rpc_sync(name, internals.make_counted, args=(["make", "pull"],))
+        map_and_check(parts.loss, partitioner=on("driver", *five.names))
+        notes = [rpc.rpc_sync(name, parts.take_notes) for name in five.names]
+        assert notes == [["make"]] * fan_out + [["pull"]] * (5 - fan_out)
+
+
+@pytest.fixture(params=["allow-list", "strict"])
+def careful(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[Cluster]:
+    how: dict[str, Any] = {"allowed_modules": (internals.__name__, "torch")}
+    if request.param == "strict":
+        how = {"strict": True, "callables": (internals.squares,)}
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options(**how)) as group:
+        yield group
+
+
+def test_careful_workers(careful: Cluster) -> None:
+    weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(6, 3, dtype=torch.float64)
+    with knobs.FAN_OUT.override(1), torchweft.autograd.context() as context_id:
+        loss = mapreduce.remote_sync_call(
+            internals.squares,
+            args=(mapreduce.broadcast({"matrix": weight}), rows),
+            partitioner=mapreduce.dim_partitioner(
+                0, exclusive=True, keepdim=False, workers=("driver", *WORKERS)
+            ),
+            reducer=mapreduce.mean_reducer,
+        )
+        torchweft.autograd.backward(context_id, [loss])
+        found = torchweft.autograd.get_gradients(context_id)[weight]
+    (expected,) = torch.autograd.grad((rows @ weight.T).square().sum() / 6, weight)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

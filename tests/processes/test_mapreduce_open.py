@@ -29,8 +29,7 @@ def group(warm: OpenWorkers, tmp_path: Path) -> Iterator[Group]:
     made.close()
 
 
-@pytest.mark.parametrize("fan_out", [1, 4])
-@pytest.mark.parametrize("leaver", ["b", "c"])
+@pytest.mark.parametrize(("leaver", "fan_out"), [("b", 1), ("c", 4)])
 def test_a_worker_leaves_while_it_has_parts_to_run(group: Group, leaver: str, fan_out: int) -> None:
     group.join("a", "b", "c", "d")
     rows = 30

@@ -26,8 +26,6 @@ from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.current import current
 from torchweft.errors import ObserveError
 from torchweft.launch import Cluster, Nursery
-from torchweft.mapreduce import dim_partitioner, parallelize
-from torchweft.nn import RemoteModule
 from torchweft.observe import rates
 from torchweft.observe.group import Answers, find
 from torchweft.reports import DETAIL, Report, ask
@@ -91,31 +89,6 @@ def test_an_observer_counts_the_calls_of_both_sides(trio: Cluster) -> None:
     (mine,) = of_worker(answers, "driver").references
     assert mine.made_at.startswith(f"{__file__}:")
     del kept
-
-
-@parallelize(dim_partitioner(0))
-def total(x: torch.Tensor) -> torch.Tensor:
-    return x.sum()
-
-
-@pytest.mark.keeps("threads", "descriptors")
-def test_wrapped_functions_and_remote_modules_have_the_names_of_the_program(trio: Cluster) -> None:
-    group = group_of(trio)
-    before = {each.worker: each for each in group.ask(ANSWER_S).reports}
-    assert sum(total(torch.ones(6))) == 6
-    module = RemoteModule("worker0", torch.nn.Linear, args=(2, 2))
-    for _ in range(2):
-        module(torch.ones(2))
-    module.forward_async(torch.ones(2)).wait()
-    module.forward_remote(torch.ones(2)).to_here()
-    found = rates.functions(group.ask(ANSWER_S, DETAIL).reports, before)
-    calls = {(each.function, each.direction): each.calls for each in found}
-    assert calls[f"{__name__}.total", "out"] == calls[f"{__name__}.total", "in"] > 0
-    linear = "torch.nn.modules.linear.Linear"
-    assert calls[linear, "out"] == calls[linear, "in"] == 1
-    assert calls["forward of a reference", "out"] == 4
-    assert calls[f"{linear}.forward", "in"] == 4
-    assert not [name for name, _ in calls if "unwrapped" in name or ".nn.owner" in name]
 
 
 def test_an_observer_changes_nothing_in_the_group(trio: Cluster) -> None:

@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.contract.processes.functions import stop
-from tests.contract.processes.test_open_groups import Group, call, join, kept, names
+from tests.contract.processes.test_open_groups import Group, call, join, names
 from tests.open_workers import OpenWorkers
 from torchweft.engine.protocol.joining import Admission, Steps
 from torchweft.errors import (
     DuplicateName,
-    WorkerLost,
 )
-from torchweft.observe.metrics import reader_of
 from torchweft.rpc import joining
 
 pytestmark = pytest.mark.timeout(60)
@@ -44,34 +42,6 @@ def join_unasked(name: str, rank: int, method: str) -> None:
 
     joining.introduce = introduce
     join(name, rank, None, method)
-
-
-def begin_metrics() -> None:
-    kept["metrics"] = reader_of(group=True, timeout_s=10.0)
-
-
-def workers_in_metrics() -> dict[str, float]:
-    """Returns which workers are up, by the metrics; no two of their values are of the same."""
-    metrics = kept["metrics"]()
-    for metric in metrics:
-        of = [tuple(sorted(point.attributes.items())) for point in metric.points]
-        assert len(set(of)) == len(of), metric.name
-    (up,) = [each for each in metrics if each.name == "weft.worker.up"]
-    return {point.attributes["weft.worker"]: point.value for point in up.points}
-
-
-def test_metrics_are_of_the_workers_that_are_there_now(group: Group) -> None:
-    group.join("a", 0)
-    group.do("a", begin_metrics)
-    assert group.do("a", workers_in_metrics) == {"a": 1.0}
-    for _ in range(2):
-        group.join("b", 1)
-        assert group.do("b", call, "a") == 4.0
-        assert group.do("a", workers_in_metrics) == {"a": 1.0, "b": 1.0}
-        group.kill("b")
-        with pytest.raises(WorkerLost, match="'b'"):
-            group.do("a", call, "b")
-        assert group.do("a", workers_in_metrics) == {"a": 1.0, "b": 0.0}
 
 
 @pytest.mark.parametrize(("name", "rank"), [("a", 5), ("d", 0), ("a", 0)])

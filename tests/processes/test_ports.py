@@ -91,14 +91,6 @@ def test_values_of_one_sender_arrive_in_order_as_they_were() -> None:
                 assert one == other
 
 
-@pytest.mark.usefixtures("port")
-def test_values_of_a_worker_to_itself_and_between_others() -> None:
-    rpc.rpc_sync("worker1", forward, ("worker1", (torch.ones(3), "own")))
-    rpc.rpc_sync("worker0", forward, ("worker1", (torch.ones(3), "other")))
-    found = rpc.rpc_sync("worker1", read, (2,))
-    assert sorted(text for _, (_, text) in found) == ["other", "own"]
-
-
 def test_values_for_a_port_that_is_not_open_are_dropped() -> None:
     before = rpc.rpc_sync("worker0", torch.ones, (2,))
     forward("worker0", (torch.arange(300_000.0), [before]))

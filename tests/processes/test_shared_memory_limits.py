@@ -102,13 +102,6 @@ def test_what_a_killed_worker_sent_stays(nursery: Nursery) -> None:
     assert checksum(received) == 4 * SIZE
 
 
-def test_what_was_received_outlives_the_group(nursery: Nursery) -> None:
-    with torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
-        received = rpc.rpc_sync("worker0", internals.make_tensor, args=(SIZE,))
-        assert loans_of("worker0") == 1
-    assert torch.equal(received, internals.make_tensor(SIZE))
-
-
 def test_shared_memory_has_the_same_bound(nursery: Nursery) -> None:
     with (
         knobs.SHM_LIMIT_BYTES.override(4 << 20),

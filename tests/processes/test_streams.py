@@ -25,7 +25,6 @@ from tests.processes.streams import (
     connections_with,
     count_elements,
     data_threads,
-    exchange,
     ones,
     outbox_to,
     transfers_from,
@@ -83,14 +82,6 @@ def test_many_threads_send_at_once(group: Cluster) -> None:
     assert len(data_threads()) <= knobs.STRIPE_THREADS.default
     for name in group.names:
         assert len(rpc.rpc_sync(name, data_threads)) <= knobs.STRIPE_THREADS.default
-
-
-def test_two_workers_that_send_to_each_other(group: Cluster) -> None:
-    futures = [
-        rpc.rpc_async("worker0", exchange, args=("worker1", 64 << 20, 3)),
-        rpc.rpc_async("worker1", exchange, args=("worker0", 64 << 20, 3)),
-    ]
-    assert [future.wait() for future in futures] == [3 * 64 << 20] * 2
 
 
 def test_memory_returns_on_both_sides(group: Cluster) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -28,8 +27,6 @@ from tests.processes.telemetry import (
     Seen,
     alone,
     baggage_here,
-    count_calls,
-    counted,
     fail,
     failing,
     first,
@@ -42,17 +39,12 @@ from tests.processes.telemetry import (
     numbers,
     slow_box,
     spanned,
-    stop_counting,
     through,
-    values,
 )
-from tests.trace_reader import read_trace
-from torchweft import mapreduce, observe, rpc
+from torchweft import rpc
 from torchweft.autograd import backward, context
 from torchweft.errors import CallTimeout
 from torchweft.launch import Cluster, Nursery
-from torchweft.nn import RemoteModule
-from torchweft.observe.tracing.session import Trace
 from torchweft.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
@@ -172,36 +164,6 @@ def test_each_way_of_calling_makes_two_spans(trio: Cluster) -> None:
     assert sorted(of_method) == ["Box.get"] * 2 + ["get of a reference"] * 2
 
 
-def test_all_parts_of_a_map_are_in_the_span_of_its_caller(trio: Cluster) -> None:
-    with spanned(*WORKERS) as spans, here().tracer.start_as_current_span("a map"):
-        found = mapreduce.remote_sync_call(
-            functions.identity,
-            args=(torch.arange(12),),
-            partitioner=mapreduce.exclusive_batch_partitioner,
-        )
-    assert torch.cat(found).tolist() == list(range(12))
-    (root,) = [each for each in spans if each.name == "a map"]
-    parts = [each for each in spans if each.name.endswith(".identity")]
-    assert Counter(each.kind for each in parts) == {CLIENT: 12, SERVER: 12}
-    assert {each.parent for each in parts if each.kind is CLIENT} == {root.id}
-
-
-def test_parts_of_a_pass_of_a_leader_without_spans_belong_to_calls(trio: Cluster) -> None:
-    weights = [
-        rpc.remote(name, torch.randn, args=(4, 4), kwargs={"requires_grad": True})
-        for name in WORKERS[1:]
-    ]
-    with spanned(*WORKERS[1:]) as spans, context() as context_id:
-        loss = rpc.rpc_sync("worker0", first, args=(torch.randn(2, 4), *weights)).sum()
-        backward(context_id, [loss])
-    by_id = {each.id: each for each in spans}
-    parts = [each for each in spans if each.name == "backward TanhBackward0"]
-    assert {(each.worker, by_id[each.parent].name) for each in parts} == {
-        ("worker0", "first"),
-        ("worker1", "second"),
-    }
-
-
 def test_the_span_of_a_pass_reaches_workers_that_its_leader_does_not_call(trio: Cluster) -> None:
     """The driver sends gradients to worker0 alone, which hands the context on to worker1."""
     needs_grad = torch.ones(1, 4, requires_grad=True)
@@ -287,78 +249,3 @@ def test_baggage_of_the_program_is_carried(trio: Cluster) -> None:
             assert rpc.rpc_sync("worker0", baggage_here) == "17"
     finally:
         contexts.detach(token)
-
-
-def test_spans_counters_and_a_trace_tell_of_the_same_calls(trio: Cluster, tmp_path: Path) -> None:
-    for name in WORKERS:
-        rpc.rpc_sync(name, count_calls)
-    before = {name: Counter(rpc.rpc_sync(name, counted)) for name in WORKERS}
-    module = RemoteModule("worker1", torch.nn.Linear, (4, 4))
-    with spanned(*WORKERS) as spans, Trace(tmp_path / "step.json"):
-        with context() as context_id:
-            backward(context_id, [module(torch.ones(1, 4)).sum()])
-        rpc.rpc_sync("worker0", lambda: 3)
-        rpc.rpc_sync("worker0", functions.identity, args=(torch.ones(1 << 18),))
-    now = {name: Counter(rpc.rpc_sync(name, counted)) for name in WORKERS}
-    for name in WORKERS:
-        rpc.rpc_sync(name, stop_counting)
-    # The calls of the trace, and those by which spans were switched, are not all in each of them.
-    mine = ("Linear", "identity", "<lambda>", "forward")
-    told = Counter(
-        (each.worker, "out" if each.kind is CLIENT else "in", each.name)
-        for each in spans
-        if each.kind is not INTERNAL and each.name.rpartition(".")[2] in mine
-    )
-    assert sum(told.values()) >= 4
-    for (worker, direction, function), count in told.items():
-        full = function if function.startswith(("t", "a")) else f"{telemetry.__name__}.{function}"
-        assert now[worker][full, direction] - before[worker][full, direction] == count, function
-    traced = read_trace(tmp_path / "step.json")
-    for kind, categories in ((CLIENT, ("call", "create")), (SERVER, ("run",))):
-        calls = [each["args"]["function"] for name in categories for each in traced.of(name)]
-        assert sum(name.rpartition(".")[2] in mine for name in calls) == sum(
-            each.kind is kind and each.name.rpartition(".")[2] in mine for each in spans
-        )
-    assert all(rpc.rpc_sync(name, is_plain) for name in WORKERS)
-
-
-def test_a_worker_without_spans_serves_calls_that_carry_a_context(trio: Cluster) -> None:
-    with spanned("driver") as spans:
-        assert rpc.rpc_sync("worker0", functions.identity, args=(1,)) == 1
-        assert rpc.rpc_sync("worker0", lambda: 2) == 2
-    assert [each.kind for each in spans if each.name.endswith("identity")] == [CLIENT]
-    with spanned("worker0") as spans:
-        assert rpc.rpc_sync("worker0", functions.identity, args=(1,)) == 1
-    (alone,) = [each for each in spans if each.name.endswith("identity")]
-    assert (alone.kind, alone.parent) == (SERVER, 0)
-
-
-def test_metrics_of_the_group_are_its_counters(trio: Cluster) -> None:
-    with observe.metrics.serve(group=True, timeout=LIMIT_S) as server:
-        for number in range(5):
-            rpc.rpc_sync("worker0", functions.identity, args=(number,))
-        with pytest.raises(ValueError, match="a secret"):
-            rpc.rpc_sync("worker1", fail)
-        owned = rpc.remote("worker1", functions.identity, args=(1,))
-        owned.to_here()
-        found = values(server.url)
-        counts = {name: rpc.rpc_sync(name, counted) for name in WORKERS}
-    identity = f"{functions.__name__}.identity"
-    failing = f"{telemetry.__name__}.fail"
-    assert {found["weft_worker_up", name, ""] for name in WORKERS} == {1.0}
-    for side, direction in (("client", "out"), ("server", "in")):
-        for name in WORKERS:
-            told = {
-                method: value
-                for (metric, worker, method), value in found.items()
-                if (metric, worker) == (f"weft_rpc_{side}_calls_total", name)
-            }
-            for method in (identity, failing):
-                assert told.get(method, 0.0) == counts[name].get((method, direction), 0), method
-    assert found["weft_rpc_client_errors_total", "driver", failing] >= 1.0
-    duration = "rpc_server_call_duration_seconds"
-    assert found[f"{duration}_count", "worker0", identity] >= 5.0
-    assert 0.0 < found[f"{duration}_sum", "worker0", identity] < LIMIT_S
-    assert found["weft_references", "worker1", "owned"] >= 1.0
-    assert found["process_memory_usage_bytes", "worker1", ""] > 1 << 20
-    del owned

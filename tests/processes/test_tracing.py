@@ -20,7 +20,6 @@ from tests.processes.telemetry import count_calls, stop_counting
 from tests.trace_reader import Found, read_trace
 from torchweft import mapreduce, rpc
 from torchweft.autograd import backward, context
-from torchweft.cli.main import main
 from torchweft.engine.worker.current import current
 from torchweft.errors import ConfigurationError, ObserveError
 from torchweft.launch import Cluster, Nursery
@@ -197,19 +196,6 @@ def test_every_call_has_its_arrows(traced: Traced) -> None:
             assert chains[key, "send", "receive"] == 1, call
 
 
-def test_gradients_have_arrows_from_sender_to_receiver(traced: Traced) -> None:
-    ends = Counter(
-        tuple(traced.found.worker_of(each) for each in flow)
-        for flow in traced.found.flows.values()
-        if flow[0]["name"] == "send gradients"
-    )
-    # module: driver -> worker1 -> driver; hidden: driver -> worker0 -> worker1 and back.
-    assert ends["driver", "worker1"] == 1
-    assert ends["worker1", "driver"] == 1
-    assert ends["driver", "worker0"] == 1
-    assert ends["worker0", "worker1"] == 1
-
-
 def test_the_trace_has_every_byte_that_the_connections_count(trio: Cluster) -> None:
     trace, agent = 7, current()
     links = {peer.id: peer.link for peer in agent.peers.values() if peer.link is not None}
@@ -269,47 +255,6 @@ def test_no_message_between_two_workers_lacks_an_end(traced: Traced) -> None:
         assert all("bind_id" in each for each in ends)
 
 
-def test_passes_and_optimizers_are_in_the_trace(traced: Traced) -> None:
-    parts = traced.found.of("backward")
-    assert {traced.found.worker_of(each) for each in parts} == set(WORKERS)
-    operations = Counter[str]()
-    for each in parts:
-        assert each["args"]["context"] == traced.context_id
-        operations.update(each["args"]["operations"])
-    assert operations["AddmmBackward0"] == 1
-    assert operations["MulBackward0"] == 1
-    steps = {(traced.found.worker_of(each), each["name"]) for each in traced.found.of("optimizer")}
-    assert steps == {
-        ("driver", "optimizer DistributedOptimizer"),
-        ("worker1", "optimizer SGD"),
-    }
-
-
-def test_a_nested_call_names_its_parent(traced: Traced) -> None:
-    keys = {each["args"]["call"] for each in traced.found.of("run")}
-    nested = [
-        each["args"]["parent"] for each in traced.found.of("call") if "parent" in each["args"]
-    ]
-    assert len(nested) >= 4
-    assert keys.issuperset(nested)
-
-
-def test_nothing_is_missing_and_the_clocks_are_one(traced: Traced) -> None:
-    assert (traced.trace.missing, traced.trace.dropped) == ({}, {})
-    assert traced.trace.clock_error_s == 0.0
-    assert traced.found.about["leader"] == "driver"
-    assert [each["name"] for each in traced.found.about["workers"]] == list(WORKERS)
-
-
-def test_the_graph_of_the_context_goes_both_ways(traced: Traced) -> None:
-    graph = traced.trace.graph(traced.context_id)
-    assert graph.workers == WORKERS
-    back = [(each.sender, each.receiver) for each in graph.edges if each.direction == "backward"]
-    assert ("worker0", "worker1") in back
-    assert {part.worker for part in graph.parts} == set(WORKERS)
-    assert all(each.taken_s >= 0 for each in graph.edges)
-
-
 def test_perfetto_counts_the_same(traced: Traced) -> None:
     trace_processor = pytest.importorskip("perfetto.trace_processor")
     try:
@@ -335,17 +280,6 @@ def test_perfetto_counts_the_same(traced: Traced) -> None:
         assert number(errors) == 0
 
 
-def test_the_command_shows_the_trace(traced: Traced, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(traced.trace.path)
-    assert main(["trace", path]) == 0
-    assert f"{__name__}.onwards" in capsys.readouterr().out
-    context_id = str(traced.context_id)
-    assert main(["trace", path, "--context", context_id]) == 0
-    assert "backward  on worker1" in capsys.readouterr().out
-    assert main(["trace", path, "--context", "999999"]) == 1
-    assert "no message of autograd context 999999" in capsys.readouterr().err
-
-
 # What a trace leaves behind, and what it does not take
 
 
@@ -357,13 +291,6 @@ def test_a_trace_leaves_nothing_behind(trio: Cluster, tmp_path: Path) -> None:
         assert not rpc.rpc_sync("worker0", is_plain)
     for name in WORKERS:
         assert rpc.rpc_sync(name, is_plain), name
-
-
-def test_a_block_that_raises_is_written_as_well(trio: Cluster, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="on purpose"), Trace(tmp_path / "trace.json"):
-        rpc.rpc_sync("worker0", fail)
-    (call,) = read_trace(tmp_path / "trace.json").of("call")
-    assert call["args"]["failed"]
 
 
 def test_a_file_that_cannot_be_written_is_named(
@@ -452,16 +379,6 @@ def test_of_traces_that_begin_at_once_one_begins(trio: Cluster, tmp_path: Path) 
     for found in (of_threads, of_workers):
         for began in zip(*found, strict=True):
             assert sum(began) == 1, found
-
-
-def test_a_trace_may_profile_all_workers(trio: Cluster, tmp_path: Path) -> None:
-    with Trace(tmp_path / "trace.json", profiler=True):
-        rpc.rpc_sync("worker0", double, args=(torch.ones(8),))
-    found = read_trace(tmp_path / "trace.json")
-    (run,) = found.of("run")
-    ran = [each for each in found.of("torch.profiler") if each["name"] == "aten::mul"]
-    assert [found.worker_of(each) for each in ran] == ["worker0"]
-    assert run["ts"] - 1e3 <= ran[0]["ts"] <= run["ts"] + run["dur"] + 1e3
 
 
 def test_clocks_that_may_differ_are_measured(

@@ -10,8 +10,8 @@ import torch
 from tests.contract.processes.functions import wait_until
 from tests.processes import shared_memory_internals
 from tests.processes.weights_functions import LIMIT_S, SIZE, Model, Sampler, Trainer
-from torchweft import checkpoint, memory, rpc
-from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
+from torchweft import memory, rpc
+from torchweft.errors import ConfigurationError
 from torchweft.ids import WorkerInfo
 from torchweft.launch import Cluster
 from torchweft.weights import Publisher, Subscriber, WeightsMismatch
@@ -27,23 +27,6 @@ def memory_of(trainer: Trainer) -> torch.Tensor:
 
 
 # One host
-
-
-def test_samplers_of_one_host_map_the_version(group: Cluster) -> None:
-    trainer = Trainer()
-    samplers = rpc.actors(WORKERS, Sampler, trainer.reference())
-    assert samplers.rpc_sync(Sampler.update) == [0, 0]
-    before = rpc.traffic()
-    trainer.train()
-    assert samplers.rpc_sync(Sampler.update, LIMIT_S) == [1, 1]
-    after, size_bytes = rpc.traffic(), trainer.publisher._layout.size_bytes
-    assert after.bytes_lent - before.bytes_lent == 2 * size_bytes
-    assert after.bytes_sent - before.bytes_sent < 0.01 * size_bytes
-    statistics = trainer.statistics()
-    assert (statistics.shared, statistics.wholes, statistics.deltas) == (2, 0, 0)
-    memory_of(trainer).view(torch.float32)[:SIZE] = 77  # So no byte was copied.
-    assert samplers.rpc_sync(Sampler.read) == [77, 77]
-    samplers.rpc_sync(Sampler.close)
 
 
 def test_a_version_in_use_is_not_overwritten_and_memory_is_bounded(group: Cluster) -> None:
@@ -73,35 +56,6 @@ def test_the_memory_of_a_version_is_ready_before_it_is_published(group: Cluster)
         prepared = storage.prepared.tensor.data_ptr()
         trainer.train()
         assert memory_of(trainer).data_ptr() == prepared
-
-
-def test_a_publisher_that_was_saved_goes_on_with_the_next_number(group: Cluster) -> None:
-    trainer, restarted = Trainer(), Publisher({"a": torch.ones(1)})
-    newest = trainer.train(3)
-    checkpoint.copy_state({"publisher": trainer.publisher}, {"publisher": restarted})
-    assert restarted.version == newest
-    assert restarted.publish() == newest + 1
-
-
-def test_the_program_in_one_process(group: Cluster) -> None:
-    trainer = Trainer()
-    sampler = Sampler(trainer.publisher)  # type: ignore[arg-type]
-    trainer.train()
-    assert sampler.update(LIMIT_S) == 1
-    trainer.train()
-    assert sampler.update_to(2)[-1] == 2
-    sampler.close()
-
-
-def test_in_place_keeps_the_memory_of_parameters(group: Cluster) -> None:
-    trainer = Trainer(deltas=1)
-    sampler = Sampler(trainer.publisher, in_place=True)  # type: ignore[arg-type]
-    before = sampler.model.first.weight.data_ptr()
-    for version in (1, 2, 3):
-        trainer.train()
-        assert sampler.update_to(version)[-1] == version
-    assert sampler.model.first.weight.data_ptr() == before
-    sampler.close()
 
 
 def test_tensors_that_the_module_has_replaced_are_updated(group: Cluster) -> None:
@@ -173,16 +127,6 @@ def test_a_dropped_subscriber_leaves(group: Cluster) -> None:
     wait_until(lambda: not trainer.publisher._subscriptions, lambda: "it is told after its end")
 
 
-def test_waiting_for_a_version_is_bounded(group: Cluster) -> None:
-    trainer = Trainer()
-    sampler = Sampler(trainer.publisher)  # type: ignore[arg-type]
-    with pytest.raises(
-        CallTimeout, match=r"no version after 0 arrived from worker '\w+' within 0.01 s"
-    ):
-        sampler.subscriber.update(0.01)
-    sampler.close()
-
-
 def test_a_closed_subscriber_waits_for_nothing(group: Cluster) -> None:
     trainer = Trainer()
     sampler = Sampler(trainer.publisher)  # type: ignore[arg-type]
@@ -219,12 +163,6 @@ def test_another_model_is_refused_and_named(group: Cluster) -> None:
     with pytest.raises(WeightsMismatch, match="'a' and 'b' apart"):
         publisher.publish()
     assert publisher.version == 1
-
-
-def test_a_publisher_is_not_sent_itself(group: Cluster) -> None:
-    trainer = Trainer()
-    with pytest.raises(SerializationError, match=r"^args\[0\] .*send rpc\.RRef\(publisher\)"):
-        rpc.rpc_sync("worker0", Sampler, (trainer.publisher,))
 
 
 def test_arguments_that_cannot_work(group: Cluster) -> None:
