@@ -88,11 +88,9 @@ def uninterrupted(warm: OpenWorkers, tmp_path_factory: pytest.TempPathFactory) -
     ("worker", "point", "resumed_from"),
     [
         ("driver", "while copying", 2),
-        ("first", "while copying", 2),
         ("second", "while writing", 2),
         ("first", "before naming", 2),
         ("first", "after naming", 2),
-        ("driver", "before naming", 2),
         ("driver", "before the manifest", 2),
         ("driver", "after the manifest", 4),
         ("driver", "while removing", 6),

@@ -191,8 +191,7 @@ def test_a_worker_that_never_joins_fails_the_start(
 
 
 @pytest.mark.keeps("processes")
-@pytest.mark.parametrize("is_told", [True, False])
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize(("is_told", "restarts"), [(True, 0), (False, 1)])
 def test_a_cluster_where_a_secret_is_set(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool, restarts: int
 ) -> None:

@@ -50,7 +50,6 @@ def begin(trainer_at: str, *, is_apart: bool, size: int = 512, **given: Any) -> 
     [
         ("in the middle of the copy", False, 1),
         ("before the announcement", False, 1),
-        ("before the answer", False, 1),
         ("in the middle of a delta", True, 1),
         ("in the transfer of a delta", True, 1),
         ("before the answer", True, 1),
@@ -85,7 +84,7 @@ def test_samplers_of_a_killed_publisher_keep_a_whole_version(
         assert [taken[-1] for taken in samplers.rpc_sync(Sampler.update_to, 3)] == [3, 3]
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("share", [0.02, 0.6])
 def test_a_publisher_killed_in_the_middle_of_a_transfer(nursery: Nursery, share: float) -> None:
     with torchweft.cluster(
         workers=3, nursery=nursery, rpc_backend_options=options(), check=False
