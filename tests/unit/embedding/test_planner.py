@@ -152,6 +152,24 @@ DAYS = TableConfig("days", 8, 64, "none")
 
 
 @pytest.mark.parametrize(
+    "bags",
+    [
+        Jagged(torch.tensor([7, 7, 3, 0, 9]), torch.tensor([0, 2, 2])),
+        (torch.tensor([7, 7, 3, 0, 9]), torch.tensor([0, 2, 2])),
+        Jagged(torch.tensor([[7, 7], [3, 9]])),
+        torch.nested.nested_tensor(
+            [torch.tensor([7, 7]), torch.tensor([3, 0, 9])], layout=torch.jagged
+        ),
+        torch.tensor([7, 3, 9, 0], dtype=torch.int32),
+    ],
+)
+def test_all_inputs_of_a_lookup_are_counted_without_padding(bags: Any) -> None:
+    # The second batch does not touch the words.
+    found = touched_shares([WORDS, DAYS], [{"words": bags}, {"days": torch.arange(2)}])
+    assert found == {"words": 1.5 / 10_000, "days": 1 / 8}
+
+
+@pytest.mark.parametrize(
     ("batches", "error", "message"),
     [
         ([], PlanError, "no batch"),
