@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.thorough import examples
-from torchweft.embedding import InputError
+from torchweft.embedding import InputError, Wire
 from torchweft.embedding.rows import (
     Bags,
     Entries,
@@ -26,6 +26,7 @@ from torchweft.embedding.rows import (
     sum_rows,
     summed,
 )
+from torchweft.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("count", [1, 2, 8192, 40_000])
@@ -204,3 +205,10 @@ def test_another_form_is_refused(form: Form, payload: Any) -> None:
     ) as caught:
         decode(payload, form, torch.float32, "a", "t")
     assert (caught.value.server, caught.value.table) == ("a", "t")
+
+
+@pytest.mark.parametrize("form", ["fp8", "float16", torch.float16, 8])
+@pytest.mark.parametrize("name", ["pulled", "pushed"])
+def test_a_form_that_there_is_not_is_refused(name: str, form: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}=.* use one of None, 'fp16', 'bf16'"):
+        Wire(**{name: form})

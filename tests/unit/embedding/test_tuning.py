@@ -16,6 +16,7 @@ from torchweft.embedding import (
     TableConfig,
     TableWise,
     Tuning,
+    fit_step_cost,
     plan_tables,
     tune_partitions,
 )
@@ -117,3 +118,8 @@ def test_what_cannot_be_tuned_is_refused_before_anything_moves(
     with pytest.raises(error, match=message):
         tables.tune(**options)
     assert tables.tried == []
+
+
+def test_two_numbers_are_too_few() -> None:
+    with pytest.raises(ConfigurationError, match=r"\[1, 2\] partitions.*3 different"):
+        fit_step_cost([(1, 0.1), (2, 0.1), (2, 0.2)])

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.embedding import Copies
+from torchweft.hybrid.model import replace_tables
 from torchweft.hybrid.optimizer import Copied
-from torchweft.hybrid.placement import find_tables
+from torchweft.hybrid.placement import find_tables, measure_shares
 from torchweft.hybrid.plan import PlacementError
+
+passes: Any = None
+"""Nothing is looked up here."""
 
 
 class Net(nn.Module):
@@ -77,6 +81,41 @@ def test_a_module_without_tables_is_told_what_to_do() -> None:
         find_tables(nn.Embedding(3, 2, sparse=True))
     with pytest.raises(PlacementError, match=r"did you mean 'tower\.day'"):
         find_tables(Net(), {"tower.days": Copies()})
+
+
+def test_shares_are_counted_over_all_lookups_of_a_batch_without_padding() -> None:
+    net = Net()
+    state = {name: each.clone() for name, each in net.state_dict().items()}
+    before = torch.get_rng_state()
+    batches = [
+        (torch.tensor([[0, 0, 2], [2, 3, 0]]), torch.tensor([1, 5])),  # of 10: 2, 3; of 7: 1 2 5 6
+        (torch.tensor([[9, 9, 9], [9, 9, 9]]), torch.tensor([3, 3])),  # 9; 3 4
+    ]
+    shares = measure_shares(net, find_tables(net, ["words"]), batches)
+    assert shares == {"words": pytest.approx(0.15), "tower/day": pytest.approx(3 / 7)}
+    assert net.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(each, state[name]) for name, each in net.state_dict().items())
+    assert not net.words._forward_pre_hooks
+    with pytest.raises(PlacementError, match="no batch"):
+        measure_shares(net, find_tables(net), [])
+
+
+def test_what_replaces_a_table_has_its_settings_and_its_hooks() -> None:
+    net = Net()
+    table, seen = net.tower["day"], []
+    handle = table.register_forward_pre_hook(lambda _, args: seen.append(args))
+    table.register_forward_hook(lambda *_: torch.zeros(2))
+    replace_tables(net, find_tables(net), passes)
+    remote: Any = net.tower["day"]
+    assert (remote.num_embeddings, remote.embedding_dim, remote.padding_idx) == (7, 4, None)
+    with pytest.raises(AttributeError, match=r"the weight of 'tower/day' is on servers.*Copies"):
+        _ = remote.weight
+    remote.forward = lambda ids: ids + 1  # type: ignore[method-assign]
+    assert torch.equal(remote(1), torch.zeros(2))
+    handle.remove()
+    remote(2)
+    assert seen == [(1,)]
 
 
 def test_a_copy_notes_the_rows_that_have_had_a_gradient() -> None:

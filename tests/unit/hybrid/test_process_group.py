@@ -39,6 +39,25 @@ def test_the_table(facts: list[Facts], backend: str, reason: str) -> None:
     assert not choice.passed_over
 
 
+def test_a_back_end_that_is_missing_is_passed_over_and_named() -> None:
+    facts = group("cuda:0", ("gloo",))
+    assert str(choose_backend(facts)) == (
+        "gloo: GPUs without NCCL: broadcast and all-reduce through host memory; "
+        "not nccl: PyTorch of rank 0 on host0 is built without it"
+    )
+    facts = group(backends=("gloo",), has_infiniband=True)
+    assert "slower network" in choose_backend(facts).reason
+    assert choose_backend(group(backends=("mpi",))).backend == "mpi"
+
+
+def test_ranks_that_share_a_gpu_cannot_use_nccl() -> None:
+    choice = choose_backend([Facts("host", "cuda:0", ALL)] * 2)
+    assert choice.backend == "gloo"
+    assert choice.passed_over == (("nccl", "2 ranks share cuda:0 of host"),)
+    apart = [Facts("host", f"cuda:{rank}", ALL) for rank in range(2)]
+    assert choose_backend(apart).backend == "nccl"
+
+
 @pytest.mark.parametrize(
     ("facts", "message"),
     [

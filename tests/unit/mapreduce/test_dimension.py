@@ -311,3 +311,8 @@ def test_what_are_not_several_workers_is_told(
 ) -> None:
     with pytest.raises(error, match=text):
         checked_workers(workers, "workers")
+
+
+def test_a_tensor_that_torch_cannot_cut_is_told() -> None:
+    with pytest.raises(ConfigurationError, match=r"layout torch\.sparse_coo cannot be cut"):
+        batch_partitioner(X.to_sparse())

@@ -262,3 +262,9 @@ def test_stages_that_cannot_be_run_so_are_left_out(unknown: object) -> None:
         "unknown",
         "float32[2, 1]",
     )
+
+
+def test_a_part_that_the_output_does_not_have() -> None:
+    wiring = Wiring.checked([[BATCH], [Take(0, "hidden")]])
+    with pytest.raises(ConfigurationError, match=r"stage 1 takes part 'hidden' .* float32"):
+        check_stages(Stages((nn.Linear(3, 3), nn.Linear(3, 3)), wiring), torch.ones(2, 3))

@@ -109,3 +109,13 @@ def test_a_state_that_is_loaded_within_an_epoch_counts_at_the_next_batch() -> No
                 samples.load_state_dict(state)
                 state = None
     assert found == expected[:6] + expected[3:]
+
+
+def test_numbers_out_of_range() -> None:
+    for fraction in (0.0, 1.0, -1.0, float("nan")):
+        with pytest.raises(ConfigurationError, match="above 0 and below 1"):
+            FreezeFraction(fraction)
+        with pytest.raises(ConfigurationError, match="above 0 and below 1"):
+            FreezeByNorm(fraction)
+    with pytest.raises(ConfigurationError, match="1 or more"):
+        FreezeFraction(first=0)

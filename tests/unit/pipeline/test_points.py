@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.pipeline.stages_alone import compare, run, sent
-from torchweft.errors import ConfigurationError
-from torchweft.pipeline import BATCH, CutError, SplitPoint, Take, cut_model
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.pipeline import BATCH, CutError, SplitPoint, StageMismatch, Take, cut_model
 from torchweft.pipeline.tracing import Operation, TracedStage, Value
 
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
@@ -259,3 +259,52 @@ def test_a_normalization_of_two_stages_would_update_one_buffer() -> None:
     model.norm.eval()
     stages = cut_model(model, CUT)
     assert len(stages.ties) == 2
+
+
+def test_a_model_of_other_operations_in_evaluation_is_cut_for_one_mode() -> None:
+    def between(model: Model, x: Tensor) -> Tensor:
+        return x.tanh() * 2 if model.training else x
+
+    model = Model(between)
+    parts = sent(stages := cut_model(model, CUT))
+    x = inputs()
+    assert torch.equal(run(stages, parts, x), model(x))
+    parts[0].eval()
+    with pytest.raises(CutError, match="does other operations in evaluation mode; cut it in eval"):
+        run(stages, parts, x)
+    model.eval()
+    stages = cut_model(model, CUT)
+    assert torch.equal(run(stages, sent(stages), x), model(x))
+
+
+def test_examples_that_do_not_fit() -> None:
+    with pytest.raises(ConfigurationError, match="cannot be called with these examples: too many"):
+        cut_model(Model(), CUT, (inputs(), 1))
+    with pytest.raises(StageMismatch, match=r"stage 0 cannot take float64\[3, 2\] from the batch"):
+        cut_model(Model(), CUT, (inputs().T.contiguous(),))
+
+
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, *each: Tensor, scale: float = 1.0) -> Tensor:
+        return self.b(self.a(each[0]) + each[1]) * scale
+
+
+def test_positional_arguments_without_names() -> None:
+    model, x = Many().double(), inputs()
+    stages = cut_model(model, {"b": BEGINNING}, (x, x))
+    compare(stages, model, (x, x), model(x, x), mean_square)
+    with pytest.raises(ConfigurationError, match="2 of the positional arguments have no name"):
+        cut_model(model, {"b": BEGINNING}, (x, x), {"scale": 2.0})
+
+
+def test_arguments_of_another_kind() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"the cut at 'after' is 'BEGINNING', a str"):
+        cut_model(Model(), {"after": "BEGINNING"})  # type: ignore[dict-item]
+    with pytest.raises(ArgumentTypeError, match=r"the model is a Model; pass an nn.Sequential"):
+        cut_model(Model(), 2)
+    with pytest.raises(ArgumentTypeError, match="cuts is a list"):
+        cut_model(Model(), ["after"])  # type: ignore[arg-type]

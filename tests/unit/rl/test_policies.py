@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.on_gpu import on_gpu
 from tests.rl_environments import walk_policy
+from torchweft.errors import ConfigurationError
 from torchweft.rl import (
     LocalPolicy,
     WrongObservations,
@@ -146,3 +147,13 @@ def test_a_network_on_a_gpu_decides_for_environments_on_the_host() -> None:
         assert decision.actions.numpy().tolist() == [1, 1, 1]
         assert decision.outputs["logs"].numpy().shape == (3,)
     assert policy.state_dict()["states"]["1"].numpy().tolist() == [1.0, 1.0]
+
+
+def test_draws_of_another_shape_are_refused() -> None:
+    """With three actions, two columns would be compared with one probability each."""
+    logits = torch.zeros(4, 3)
+    for draws in (torch.rand(4, 2), torch.rand(4), torch.rand(3, 1)):
+        with pytest.raises(ConfigurationError, match="Make the policy with draws=1"):
+            categorical(logits, draws)
+    with pytest.raises(ConfigurationError, match=r"and \(batch, 2\)"):
+        epsilon_greedy(logits, torch.rand(4, 1), 0.1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.on_gpu import on_gpu
 from torchweft.errors import ConfigurationError
-from torchweft.rl import BadPriority, ColumnsMismatch, ReplayBuffer, ReplayError, SumTree
+from torchweft.rl import BadPriority, ColumnsMismatch, NotEnough, ReplayBuffer, ReplayError, SumTree
 
 
 def rows(*numbers: int) -> dict[str, Any]:
@@ -156,3 +156,36 @@ def test_priorities_may_be_on_a_gpu() -> None:
     priorities = on_gpu(torch.tensor([0.0, 0.0, 2.0], requires_grad=True))
     assert buffer.set_priorities(on_gpu(torch.arange(3)), priorities) == 0
     assert buffer.sample(5).columns["number"].tolist() == [2] * 5
+
+
+def test_values_that_are_no_rows() -> None:
+    buffer = ReplayBuffer(4, priority_power=1.0)
+    buffer.add(rows(0, 1))
+    for columns, text in (
+        ([1], "columns is a list"),
+        ({**rows(2), "number": np.ones(1)}, "column 'number' is a ndarray"),
+        ({**rows(2), "number": torch.tensor(1)}, "'number' is a tensor without dimensions"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            buffer.add(columns)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="count=-1"):
+        buffer.sample(-1)
+    with pytest.raises(TypeError, match="priorities is a list"):
+        buffer.set_priorities(torch.arange(2), [1.0, 1.0])  # type: ignore[arg-type]
+    with pytest.raises(BadPriority, match=r"rows of shape \[\]"):
+        buffer.set_priorities(torch.tensor(1), torch.tensor(1.0))
+    with pytest.raises(TypeError, match=r"capacity is 2\.5"):
+        ReplayBuffer(2.5)  # type: ignore[arg-type]
+
+
+def test_too_few_rows() -> None:
+    buffer = ReplayBuffer(4, priority_power=1.0)
+    with pytest.raises(NotEnough, match="0 rows are stored; 1 must"):
+        buffer.sample(2)
+    buffer.add(rows(0, 1))
+    with pytest.raises(NotEnough) as caught:
+        buffer.sample(2, at_least=3)
+    assert (caught.value.stored, caught.value.wanted) == (2, 3)
+    buffer.set_priorities(torch.arange(2), torch.zeros(2))
+    with pytest.raises(NotEnough, match="all with priority 0"):
+        buffer.sample(2)

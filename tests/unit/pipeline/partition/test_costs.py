@@ -162,3 +162,10 @@ def test_seconds(seconds: float, text: str) -> None:
 )
 def test_bytes(size: int, text: str) -> None:
     assert bytes_text(size) == text
+
+
+def test_a_profile_has_layers_and_a_batch() -> None:
+    with pytest.raises(PartitionError, match="no layers"):
+        Profile((), 1)
+    with pytest.raises(PartitionError, match="batch_size=0"):
+        Profile((LayerProfile("a", 0, 0, 0, 0, 0),), 0)

@@ -323,5 +323,20 @@ def test_no_cut_is_better(weights: list[int], data: st.DataObject) -> None:
     assert quality(tuple(stage.layers for stage in made.stages)) == best
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 1), "no layers"),
+        (([1, 2], 3), "2 layers cannot form 3 stages; pass n_stages from 1 to 2"),
+        (([1, 2], 0), "2 layers cannot form 0 stages"),
+        (([1, -2], 1), "layer 1 has weight -2; it must be 0 or more"),
+        (([1, float("nan")], 1), "layer 1 has weight nan"),
+    ],
+)
+def test_mistakes_are_named_of_balancing(arguments: Any, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        balance(*arguments)
+
+
 def test_many_layers() -> None:
     assert len(balance([number % 7 for number in range(300)], 40)) == 39
