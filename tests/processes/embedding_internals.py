@@ -19,6 +19,11 @@ from torchweft.embedding import (
 from torchweft.embedding.server import host_of
 
 
+def set_rule_of_server(name: str, rule: Rule | None) -> None:
+    """Sets or takes away the optimizer of the rows on this worker, behind the trainers' back."""
+    host_of(name).rule = rule
+
+
 def refuse_to_change(name: str) -> None:
     """Has this worker fail when it changes rows."""
 

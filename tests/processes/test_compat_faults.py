@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.contract.processes import functions
 from tests.contract.processes.functions import Tracked, options, wait_until
 from torchweft import autograd, rpc
 from torchweft.compat.rpc import RRef, api
-from torchweft.errors import CallTimeout
+from torchweft.errors import CallTimeout, ReferenceGone
 from torchweft.launch import Nursery
 from torchweft.rpc.worker import current_worker
 
@@ -104,3 +105,16 @@ def test_contexts_end_although_messages_are_lost(nursery: Nursery, fail: list[st
 
 def count_contexts() -> int:
     return len(current_worker().contexts._contexts)
+
+
+def test_after_shutdown(nursery: Nursery) -> None:
+    with faulty(nursery):
+        reference: Any = api.remote("worker0", Tracked)
+        assert "UserRRef" in str(reference)
+    assert "RRef" in str(reference)
+    with pytest.raises(ReferenceGone, match=r"Cannot call to_here\(\) on it after deletion"):
+        reference.to_here()
+    with pytest.raises(ReferenceGone, match="Cannot call fork an UserRRef after deletion"):
+        reference._serialize()
+    with pytest.raises(RuntimeError, match="Current RPC agent is not set! Did you initialize"):
+        RRef(1)

@@ -35,7 +35,7 @@ from tests.contract.processes.test_embedding_dynamic import make_tables as make_
 from tests.contract.processes.test_embedding_streams import batches_of, check_equal, inputs_of
 from tests.dynamic_ids import close_dynamic, occupancy_of, rows_of
 from tests.dynamic_ids_alone import OneProcess
-from tests.processes.embedding_internals import refuse_to_change
+from tests.processes.embedding_internals import refuse_to_change, set_rule_of_server
 from torchweft import rpc
 from torchweft.embedding import (
     SGD,
@@ -382,4 +382,23 @@ def test_servers_refuse_messages_that_do_not_fit(stack: Any, parts: Any, error: 
     assert (info.value.server, info.value.table) == ("worker2", "users")
     check_same({"users": tables.rows("users")}, {"users": rows})
     change(tables, optimizer, torch.arange(5))
+    tables.close()
+
+
+def test_after_a_step_that_one_server_refused_no_other_server_takes_the_next() -> None:
+    tables, optimizer = own_tables("refused")
+    ids = {"words": torch.arange(8)[None]}
+    rpc.rpc_sync(DYNAMIC_SERVERS[1], set_rule_of_server, ("refused", None))
+    tables(ids)["words"].sum().backward()
+    with pytest.raises(ConfigurationError, match="no optimizer is set for the tables on 'worker3'"):
+        optimizer.step()
+    rpc.rpc_sync(DYNAMIC_SERVERS[1], set_rule_of_server, ("refused", SGD(lr=0.1)))
+    before = tables.weights("words")
+    for _ in range(2):
+        with pytest.raises(
+            StepError, match=r"step 0 .* has failed before.* Nothing was sent"
+        ) as it:
+            optimizer.step()
+        assert it.value.server == "worker2, worker3"
+    assert torch.equal(tables.weights("words"), before)
     tables.close()

@@ -335,3 +335,12 @@ def test_workers_of_each_host_serve_their_metrics_at_ports_from_the_first_one() 
     assert status == 0
     assert output.out == [f"[worker{rank}] 127.0.0.1:9400 {rank % 2}" for rank in range(4)]
     assert output.err.startswith("torchweft run: metrics: worker0 http://127.0.0.1:9400/metrics on")
+
+
+def test_a_host_without_the_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    command = ("sh", "-c", f"cd / && rmdir {folder} && exec {' '.join(AGENT)}")
+    with pytest.raises(HostError, match=r"there is no folder '.*gone'"):
+        run(python(""), Here(command), count=1)

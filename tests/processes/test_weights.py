@@ -11,7 +11,7 @@ from tests.contract.processes.functions import wait_until
 from tests.processes import shared_memory_internals
 from tests.processes.weights_functions import LIMIT_S, SIZE, Model, Sampler, Trainer
 from torchweft import memory, rpc
-from torchweft.errors import ConfigurationError
+from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
 from torchweft.ids import WorkerInfo
 from torchweft.launch import Cluster
 from torchweft.weights import Publisher, Subscriber, WeightsMismatch
@@ -173,3 +173,19 @@ def test_arguments_that_cannot_work(group: Cluster) -> None:
         Publisher(Model(), dtype="bfloat16")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="publisher is 3, an int"):
         Subscriber(3, Model())  # type: ignore[arg-type]
+
+
+def test_waiting_for_a_version_is_bounded(group: Cluster) -> None:
+    trainer = Trainer()
+    sampler = Sampler(trainer.publisher)  # type: ignore[arg-type]
+    with pytest.raises(
+        CallTimeout, match=r"no version after 0 arrived from worker '\w+' within 0.01 s"
+    ):
+        sampler.subscriber.update(0.01)
+    sampler.close()
+
+
+def test_a_publisher_is_not_sent_itself(group: Cluster) -> None:
+    trainer = Trainer()
+    with pytest.raises(SerializationError, match=r"^args\[0\] .*send rpc\.RRef\(publisher\)"):
+        rpc.rpc_sync("worker0", Sampler, (trainer.publisher,))

@@ -21,6 +21,7 @@ from torchweft.embedding.rows import (
     distinct,
     encode,
     pool,
+    pooled,
     row_bytes,
     sort,
     sum_rows,
@@ -94,6 +95,21 @@ NUMBERS = Entries(
 )
 ENTRIES = (NUMBERS.numbers(torch.int64), 3, None, torch.randn(3, 2))
 WEIGHTED = (*ENTRIES[:2], torch.rand(6), ENTRIES[3])
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_entries_may_be_bags_of_their_own(weights: Tensor | None) -> None:
+    rows = torch.randn(3, 4, dtype=torch.float64)
+    alone = pooled(rows, Bags(BAGS.entries, None, weights))
+    assert torch.equal(alone, pooled(rows, Bags(BAGS.entries, torch.arange(4), weights)))
+
+
+def test_empty_bags_are_zeros() -> None:
+    none = torch.tensor([], dtype=torch.int64)
+    assert torch.equal(
+        pooled(torch.ones(2, 3), Bags(none, torch.zeros(2).long())), torch.zeros(2, 3)
+    )
+    assert pooled(torch.ones(2, 3), Bags(none, none)).shape == (0, 3)
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from tests.on_gpu import on_gpu
 from tests.rl_environments import walk_policy
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rl import (
+    Agent,
     LocalPolicy,
     WrongObservations,
     categorical,
@@ -157,3 +158,26 @@ def test_draws_of_another_shape_are_refused() -> None:
             categorical(logits, draws)
     with pytest.raises(ConfigurationError, match=r"and \(batch, 2\)"):
         epsilon_greedy(logits, torch.rand(4, 1), 0.1)
+
+
+def test_what_decide_returns_is_checked() -> None:
+    class Returning(LocalPolicy):
+        found: Any = None
+
+        def decide(self, *given: torch.Tensor) -> Any:
+            return self.found
+
+    policy = Returning(nn.Linear(1, 1), (1,))
+    actions, states = torch.zeros(3), torch.zeros(3, 0)
+    for found, text in (
+        (actions, "it returned a Tensor"),
+        ((actions, states), "it returned a tuple of a Tensor, a Tensor"),
+        ((actions, {"value": 3.0}, states), "value of decide is 3.0, a float"),
+    ):
+        policy.found = found
+        with pytest.raises(ArgumentTypeError, match=text):
+            policy.act(torch.zeros(3, 1), asked([0, 1, 2]))
+    with pytest.raises(TypeError, match="observation_shape is 4, an int"):
+        LocalPolicy(nn.Linear(1, 1), 4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="policy is a Linear"):
+        Agent(nn.Linear(1, 1))  # type: ignore[arg-type]
