@@ -8,12 +8,10 @@ from torch import Tensor
 
 import torchweft.autograd
 from torchweft.autograd import get_gradients, is_available
-from torchweft.autograd.contexts import Context, current_id, set_current_id
-from torchweft.autograd.engine import current_engine
-from torchweft.autograd.local_pass import enable_zeros
-from torchweft.engine.worker import current as current_agent
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
+from torchweft.extending import AutogradContext, context_id_here, is_worker, this_worker
 from torchweft.ids import WORKER_SHIFT, scoped_id
+from torchweft.rpc import torch_names
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
@@ -24,11 +22,12 @@ class context(torchweft.autograd.context):
     """A ``torchweft.autograd.context`` that, like PyTorch's, does not nest."""
 
     def __enter__(self) -> int:
-        if current_id():
+        outer = context_id_here()
+        if outer:
             raise AutogradError(
-                f"Already have an autograd context id for this thread: {current_id()}; leave the "
-                "`with context()` block before the next one, or use torchweft.autograd.context, "
-                "which nests"
+                f"Already have an autograd context id for this thread: {outer}; leave the `with "
+                "context()` block before the next one, or use torchweft.autograd.context, which "
+                "nests"
             )
         return super().__enter__()
 
@@ -57,25 +56,20 @@ def backward(contextId: int, roots: Sequence[Tensor], retain_graph: bool = False
 
 
 def _init(worker_id: int) -> None:
-    """Prepares autograd for a worker that is about to join a group under this number."""
+    """Checks the number under which a worker is about to join; it has autograd by itself."""
     if not isinstance(worker_id, int):
         raise ArgumentTypeError(f"worker_id is a {type(worker_id).__name__}; pass a rank")
     if not 0 <= worker_id < _MOST_WORKERS:
         raise ConfigurationError(f"worker_id is {worker_id}; it must be from 0 to 65535")
-    if current_agent.is_set() and current_engine().contexts.worker != worker_id:
+    if is_worker() and this_worker().id != worker_id:
         raise AutogradError(
-            f"autograd is already initialized, as that of worker {current_engine().contexts.worker}"
+            f"autograd is already initialized, as that of worker {this_worker().id}"
         )
-    enable_zeros()
 
 
 def _get_debug_info() -> dict[str, str]:
     """Returns the numbers of this worker's running backward passes and live contexts."""
-    engine = current_engine()
-    return {
-        "num_current_backward_passes": str(engine.count_passes()),
-        "num_autograd_contexts": str(len(engine.contexts.ids())),
-    }
+    return torch_names.debug_info().autograd
 
 
 # Contexts by hand, as programs with an optimizer or a context manager of their own use them
@@ -88,7 +82,7 @@ class DistAutogradContext:
         context: The context itself.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: AutogradContext) -> None:
         self._context = context
 
     def _context_id(self) -> int:
@@ -118,12 +112,8 @@ def _release_context(context_id: int) -> None:
     Raises:
         AutogradError: The context is not alive here.
     """
-    engine = current_engine()
-    engine.contexts.get(context_id)
-    engine.release(context_id)
+    torch_names.release_context(context_id)
     _opened.pop(context_id, None)
-    if current_id() == context_id:
-        set_current_id(0)
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
@@ -132,7 +122,7 @@ def _retrieve_context(context_id: int) -> DistAutogradContext:
     Raises:
         AutogradError: The context is not alive here.
     """
-    return DistAutogradContext(current_engine().contexts.get(context_id))
+    return DistAutogradContext(torch_names.find_context(context_id))
 
 
 def _is_valid_context(context_id: int) -> None:
@@ -146,7 +136,7 @@ def _current_context() -> DistAutogradContext:
     Raises:
         AutogradError: The thread has no context.
     """
-    context_id = current_id()
+    context_id = context_id_here()
     if not context_id:
         raise AutogradError("Current thread doesn't have a valid autograd context")
     return _retrieve_context(context_id)
@@ -154,4 +144,4 @@ def _current_context() -> DistAutogradContext:
 
 def _get_max_id() -> int:
     """Returns the highest number that a context of this worker may have."""
-    return scoped_id(current_engine().contexts.worker, (1 << WORKER_SHIFT) - 1)
+    return scoped_id(this_worker().id, (1 << WORKER_SHIFT) - 1)

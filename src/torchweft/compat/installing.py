@@ -162,20 +162,19 @@ def uninstall() -> None:
     """
     if not is_installed():
         return
-    from torchweft.autograd.local_pass import enable_zeros
     from torchweft.compat import waiting
-    from torchweft.engine.worker import current
+    from torchweft.extending import is_worker
+    from torchweft.rpc import get_worker_info
 
     with _lock:
         if not is_installed():
             return
-        if current.is_set():
+        if is_worker():
             raise AlreadyInitialized(
                 f"torchweft.compat cannot be uninstalled while this process is worker "
-                f"{current.current().info.name!r}: call rpc.shutdown() first"
+                f"{get_worker_info().name!r}: call rpc.shutdown() first"
             )
         waiting.uninstall()
-        enable_zeros(False)
         _put_back()
     # PyTorch modules in NAMES that were first loaded meanwhile need PyTorch's names as well.
     _point_names()
@@ -243,9 +242,6 @@ VARIABLE = "PYTHONPATH"
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap")
 """Where the ``sitecustomize.py`` is."""
 
-_path_change: tuple[str | None, str] | None = None
-"""The variable's values before and after it was changed here."""
-
 
 def enable_in_children() -> None:
     """Changes the environment, unless this process or its parent has done so already.
@@ -253,36 +249,27 @@ def enable_in_children() -> None:
     Raises:
         ConfigurationError: The folder's name cannot be in ``PYTHONPATH``.
     """
-    global _path_change
     if os.pathsep in FOLDER:
         raise ConfigurationError(
             f"{FOLDER} cannot be in {VARIABLE}, where {os.pathsep!r} stands between two folders: "
             "use torchweft.compat.install(in_children=False), and call it in every process"
         )
     before = os.environ.get(VARIABLE)
-    if FOLDER in _folders(before):
-        return
-    # An empty entry would mean the current folder.
-    after = os.pathsep.join([FOLDER, before]) if before else FOLDER
-    os.environ[VARIABLE] = after
-    _path_change = (before, after)
+    if FOLDER not in _folders(before):
+        # An empty entry would mean the current folder.
+        os.environ[VARIABLE] = os.pathsep.join([FOLDER, before]) if before else FOLDER
 
 
 def disable_in_children() -> None:
     """Restores the environment; changes that other code has made meanwhile stay."""
-    global _path_change
     now = os.environ.get(VARIABLE)
-    if _path_change is not None and now == _path_change[1]:
-        others = _path_change[0]
-    elif FOLDER in _folders(now):
-        others = os.pathsep.join(entry for entry in _folders(now) if entry != FOLDER) or None
+    others = [entry for entry in _folders(now) if entry != FOLDER]
+    if others == _folders(now):
+        return
+    if others:
+        os.environ[VARIABLE] = os.pathsep.join(others)
     else:
-        others = now
-    _path_change = None
-    if others is None:
-        os.environ.pop(VARIABLE, None)
-    else:
-        os.environ[VARIABLE] = others
+        del os.environ[VARIABLE]
 
 
 def _folders(value: str | None) -> list[str]:

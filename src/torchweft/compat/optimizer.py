@@ -7,8 +7,9 @@ There are no TorchScript optimizers here: a local optimizer steps in Python, wha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +19,6 @@ from torchweft.compat import autograd as dist_autograd
 from torchweft.compat import rpc
 from torchweft.compat.rpc.references import RRef
 from torchweft.optim import DistributedOptimizer
-from torchweft.optim.local import GroupPart, LocalOptimizer, step_lock
 
 __all__ = ["DistributedOptimizer"]
 
@@ -33,10 +33,11 @@ class _LocalOptimizer:
         kwargs: Its keyword arguments.
 
     Attributes:
+        global_lock: Held while ``.grad`` of parameters is replaced.
         optim: The optimizer itself.
     """
 
-    optim: Optimizer
+    global_lock: ClassVar = threading.Lock()
 
     def __init__(
         self,
@@ -45,18 +46,21 @@ class _LocalOptimizer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        references: list[Any] = list(local_params_rref)
-        part = GroupPart(0, {}, list(range(len(references))), references)
-
-        def make(groups: list[dict[str, Any]]) -> Optimizer:
-            self.optim = optim_cls(groups, *args, **kwargs)
-            return self.optim
-
-        self._local = LocalOptimizer(make, [part], step_lock())
+        self._parameters = [reference.local_value() for reference in local_params_rref]
+        self.optim = optim_cls(self._parameters, *args, **kwargs)
 
     def step(self, autograd_ctx_id: int) -> None:
         """Steps the parameters that have gradients in a context; their ``.grad`` stays as it is."""
-        self._local.step(get_gradients(autograd_ctx_id), {})
+        gradients = get_gradients(autograd_ctx_id)
+        with self.global_lock:
+            before = [parameter.grad for parameter in self._parameters]
+            try:
+                for parameter in self._parameters:
+                    parameter.grad = gradients.get(parameter)
+                self.optim.step()
+            finally:
+                for parameter, gradient in zip(self._parameters, before, strict=True):
+                    parameter.grad = gradient
 
 
 def _new_local_optimizer(

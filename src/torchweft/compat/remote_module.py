@@ -19,24 +19,16 @@ import torch
 from torch import nn
 
 import torchweft.nn
+from torchweft.arguments import check_type
 from torchweft.compat import rpc
 from torchweft.compat.rpc import api
 from torchweft.compat.rpc.internal import _internal_rpc_pickler
-from torchweft.engine.codec.reducers import register_reducer
-from torchweft.engine.codec.registry import rebuilds_pickled
 from torchweft.errors import ConfigurationError, SerializationError
-from torchweft.nn.remote_module import Chain, refuse
+from torchweft.nn import Chain
 from torchweft.rpc import RRef, get_worker_info
+from torchweft.rpc.torch_names import rebuilds_pickled, register_reducer
 
 __all__ = ["RemoteModule"]
-
-_ON_OWNER = "call it where the module is: get_module_rref().rpc_sync().{name}(...)"
-_REFUSED = {
-    **dict.fromkeys(["apply", "load_state_dict", "requires_grad_"], _ON_OWNER),
-    **dict.fromkeys(["register_forward_hook", "register_forward_pre_hook"], _ON_OWNER),
-    "extra_repr": "repr() says where it is",
-}
-"""Methods that ``torchweft.nn.RemoteModule`` allows and PyTorch does not, with alternatives."""
 
 
 class _SerializedRemoteModule(NamedTuple):
@@ -55,7 +47,21 @@ _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING = (*vars(nn.Module()), "forward_as
 _GENERATED = (torchweft.nn.RemoteModule.forward_async, torchweft.nn.RemoteModule.forward)
 
 
-@refuse(_REFUSED)
+def _refused(
+    name: str,
+    instead: str = "call it where the module is: get_module_rref().rpc_sync().{name}(...)",
+) -> Any:
+    """Returns a method that PyTorch refuses; it raises an error that names the alternative."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigurationError(
+            f"Method ``{name}`` not supported for RemoteModule: {instead.format(name=name)}"
+        )
+
+    method.__name__ = name
+    return method
+
+
 class RemoteModule(torchweft.nn.RemoteModule):
     """A module on another worker, with the interface of ``torch.distributed.nn.RemoteModule``.
 
@@ -105,10 +111,10 @@ class RemoteModule(torchweft.nn.RemoteModule):
             module_rref: A reference to the module.
         """
         _check_form(remote_device)
-        worker, device = torchweft.nn.remote_module.read_placement(remote_device)
-        made = cls.from_module_rref(module_rref, device)
+        worker, _, device = remote_device.partition("/")
+        made = cls.from_module_rref(module_rref, device or "cpu")
         assert isinstance(made, RemoteModule)
-        if get_worker_info(worker) != module_rref.owner():
+        if worker not in (made.on, f"rank:{module_rref.owner().id}"):
             warnings.warn(
                 f"remote_device {remote_device!r} names another worker than {made.on!r}, where "
                 "the module is; the remote module calls it where it is",
@@ -135,6 +141,15 @@ class RemoteModule(torchweft.nn.RemoteModule):
             "this RemoteModule has no TorchScript interface; compiled code makes no remote calls: "
             "call the remote module from Python"
         )
+
+    # PyTorch refuses these methods.
+
+    apply = _refused("apply")
+    load_state_dict = _refused("load_state_dict")
+    requires_grad_ = _refused("requires_grad_")
+    register_forward_hook = _refused("register_forward_hook")
+    register_forward_pre_hook = _refused("register_forward_pre_hook")
+    extra_repr = _refused("extra_repr", "repr() says where it is")
 
     # PyTorch refuses direct calls of these methods; a containing module may call them.
 
@@ -184,10 +199,9 @@ def _give_defaults() -> None:
 _give_defaults()
 
 
-def _check_form(remote_device: object) -> None:
+def _check_form(remote_device: str) -> None:
     """Refuses what PyTorch refuses, with the error types and texts that programs may expect."""
-    if not isinstance(remote_device, str):
-        return
+    check_type(remote_device, str, "remote_device", "a string like 'worker' or 'worker/cuda:0'")
     worker, slash, device = remote_device.partition("/")
     if not worker or "/" in device:
         raise ConfigurationError(

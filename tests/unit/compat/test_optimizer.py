@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import torchweft.optim
 from torchweft.compat import optimizer
 
 
@@ -16,10 +15,6 @@ def future(result: int = 0, error: Exception | None = None) -> torch.futures.Fut
     else:
         made.set_exception(error)
     return made
-
-
-def test_the_distributed_optimizer_is_that_of_weft() -> None:
-    assert optimizer.DistributedOptimizer is torchweft.optim.DistributedOptimizer
 
 
 def test_all_are_waited_for_and_the_last_failure_is_raised() -> None:

@@ -13,7 +13,7 @@ import logging
 from typing import Any
 
 from torchweft.compat import autograd as dist_autograd
-from torchweft.compat.rpc import api, backend_registry, internal, joining, names
+from torchweft.compat.rpc import api, backend_registry, internal, names
 from torchweft.compat.rpc.agents import RpcAgent, TensorPipeAgent
 from torchweft.compat.rpc.api import (
     AllGatherStates,
@@ -57,8 +57,8 @@ from torchweft.compat.rpc.names import (
 )
 from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.options import BackendOptions as RpcBackendOptions
-from torchweft.rpc.options import TensorPipeRpcBackendOptions
+from torchweft.rpc import TensorPipeRpcBackendOptions
+from torchweft.rpc.torch_names import BackendOptions as RpcBackendOptions
 
 __all__ = [
     "AllGatherStates",
@@ -84,18 +84,15 @@ logger = logging.getLogger("torchweft")
 _is_tensorpipe_available = True
 """Whether there is a back-end of that name; programs check this before they request it."""
 
-# Other modules rebind these names while the program runs, so they are looked up there each time.
-_ELSEWHERE = {"BackendType": backend_registry, "rendezvous_iterator": joining}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:
-        return getattr(_ELSEWHERE[name], name)
+    if name == "BackendType":  # Each registration replaces it.
+        return backend_registry.BackendType
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ELSEWHERE])
+    return sorted([*globals(), "BackendType"])
 
 
 def is_available() -> bool:

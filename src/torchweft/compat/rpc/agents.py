@@ -7,31 +7,13 @@ import time
 from typing import Any
 
 import torchweft.rpc
-from torchweft.engine.threads.reports import names_of
-from torchweft.engine.worker import current as current_agent
-from torchweft.engine.worker.agent import Agent
 from torchweft.errors import CallTimeout
+from torchweft.extending import is_open_group
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.node import NODE
-from torchweft.rpc.worker import current_worker
+from torchweft.rpc import torch_names
 
 _POLL_S = 0.002
 _PERIOD_S = 0.005
-
-
-def reference_info() -> dict[str, str]:
-    """Returns the counts of references that involve this worker, as text.
-
-    A value that only this worker refers to is not counted.
-    """
-    census = current_worker().references.census()
-    return {
-        "num_owner_rrefs": str(census.shared),
-        "num_forks": str(census.users),
-        "num_pending_users": str(census.unconfirmed),
-        "num_pending_children": str(census.handovers),
-        "num_pending_futures": str(census.unanswered),
-    }
 
 
 class LatenessMeter:
@@ -77,10 +59,11 @@ class RpcAgent:
 
     Args:
         options: The options that it was given.
+        store: The store through which the workers found each other.
     """
 
-    def __init__(self, options: Any = None) -> None:
-        self._agent: Agent = current_agent.current()
+    def __init__(self, options: Any = None, store: Any = None) -> None:
+        self.store = store
         self._options = options
         self._may_drop_references = False
         self._lateness: LatenessMeter | None = None
@@ -92,20 +75,15 @@ class RpcAgent:
     @property
     def is_static_group(self) -> bool:
         """Whether all workers join and leave together."""
-        return not self._agent.members.is_open
+        return not is_open_group()
 
     def get_worker_info(self, worker_name: Any = None) -> WorkerInfo:
         """Returns the name and rank of a worker, given by either, or of this worker."""
-        return self._agent.info if worker_name is None else self._agent.find(worker_name).info
+        return torchweft.rpc.get_worker_info(worker_name)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Returns all workers of the group, by rank."""
-        return [peer.info for peer in self._agent.members.present()]
-
-    @property
-    def store(self) -> Any:
-        """The store through which the workers found each other."""
-        return self._agent.slots[NODE].store
+        return torchweft.rpc.get_worker_infos()
 
     def _get_backend_options(self) -> Any:
         return self._options
@@ -118,7 +96,7 @@ class RpcAgent:
     def enable_gil_profiling(self, flag: bool) -> None:
         """Starts or stops measuring how long threads wait for the interpreter."""
         if flag and self._lateness is None:
-            self._lateness = LatenessMeter(f"weft-{self._agent.info.name}-lateness")
+            self._lateness = LatenessMeter(f"weft-{self.get_worker_info().name}-lateness")
         elif not flag and self._lateness is not None:
             self._lateness.close()
             self._lateness = None
@@ -129,13 +107,7 @@ class RpcAgent:
         ``agent.gil_average_wait_time_us`` is present while ``enable_gil_profiling`` is on: how
         late a thread that has work continues, see ``LatenessMeter``.
         """
-        reactor = self._agent.reactor
-        metrics = {
-            "agent.thread_pool_size": str(reactor.limit),
-            "agent.num_idle_threads": str(max(reactor.limit - reactor.running, 0)),
-            "agent.client_active_calls": str(len(self._agent.calls)),
-            "agent.server_active_calls": str(max(reactor.busy, 0)),
-        }
+        metrics = torch_names.debug_info().agent
         lateness = self._lateness
         if lateness is not None:
             metrics["agent.gil_average_wait_time_us"] = f"{lateness.average_us():.3f}"
@@ -143,7 +115,7 @@ class RpcAgent:
 
     def get_debug_info(self) -> dict[str, str]:
         """Returns how busy this worker is, and the bytes that it has exchanged, as text."""
-        traffic = self._agent.traffic()
+        traffic = torchweft.rpc.traffic()
         return {
             **self.get_metrics(),
             "agent.bytes_sent": str(traffic.bytes_sent),
@@ -173,34 +145,30 @@ class RpcAgent:
             CallTimeout: The calls had not ended in time.
             ShutdownError: Not every worker has taken part; the message says which and why.
         """
-        problem = None
-        if not shutdown:
-            self._await_calls(timeout)
+        if shutdown:
+            may_drop = self._may_drop_references
+            self.held_at_end = torch_names.leave(timeout, notes_held=not may_drop)
         else:
-            leaving = self._agent.slots[NODE].leaving
-            problem = leaving.wait(timeout, notes_held=not self._may_drop_references)
-            self.held_at_end = leaving.held
-        if problem is not None:
-            raise problem
+            self._await_calls(timeout)
 
     def _await_calls(self, timeout: float) -> None:
         start_s = time.monotonic()
-        while len(self._agent.calls):
-            if timeout and time.monotonic() > start_s + timeout:
-                callees = sorted({call.worker_name for call in self._agent.calls.all()})
+        while callees := torch_names.open_callees():
+            elapsed_s = time.monotonic() - start_s
+            if timeout and elapsed_s > timeout:
+                listed = ", ".join(f"worker {name!r}" for name in callees)
                 raise CallTimeout(
                     f"timed out in join after {timeout:.2f} seconds: calls of this worker to "
-                    f"{names_of(callees)} have not ended",
-                    worker=callees[0] if callees else "",
-                    elapsed_s=time.monotonic() - start_s,
+                    f"{listed} have not ended",
+                    worker=callees[0],
+                    elapsed_s=elapsed_s,
                 )
             time.sleep(_POLL_S)
 
     def shutdown(self) -> None:
         """Ends this worker at once; calls that wait for it fail."""
         self.enable_gil_profiling(False)
-        if current_agent.is_set() and current_agent.current() is self._agent:
-            torchweft.rpc.shutdown(graceful=False)
+        torchweft.rpc.shutdown(graceful=False)
 
 
 class TensorPipeAgent(RpcAgent):

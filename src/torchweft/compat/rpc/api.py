@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,8 +18,7 @@ import torch
 from torch.autograd import profiler
 
 import torchweft.rpc
-from torchweft.arguments import UNSET_RPC_TIMEOUT
-from torchweft.compat.rpc import agents, names
+from torchweft.compat.rpc import names
 from torchweft.compat.rpc.agents import RpcAgent, TensorPipeAgent
 from torchweft.compat.rpc.internal import (
     PythonUDF,
@@ -31,19 +30,10 @@ from torchweft.compat.rpc.internal import (
 from torchweft.compat.rpc.names import RemoteProfilerManager
 from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.compat.waiting import _thread_local_var, _wait_all, note_future
-from torchweft.engine.codec.registry import remotely_callable_unless_strict
-from torchweft.engine.worker import current as current_agent
-from torchweft.errors import (
-    CallError,
-    ConfigurationError,
-    NotInitialized,
-    ShutdownError,
-    WorkerLost,
-)
+from torchweft.errors import ConfigurationError, NotInitialized, ShutdownError, WorkerLost
+from torchweft.extending import OrderedFuture, remotely_callable_unless_strict
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.calls import Future, fail
-from torchweft.rpc.collective import Gathering, Limits, current_gatherings, members, tell
-from torchweft.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT
+from torchweft.rpc import UNSET_RPC_TIMEOUT, constants, torch_names
 
 __all__ = [
     "AllGatherStates",
@@ -60,10 +50,10 @@ __all__ = [
     "shutdown",
 ]
 
+DEFAULT_SHUTDOWN_TIMEOUT = constants.DEFAULT_SHUTDOWN_TIMEOUT
+
 _ignore_rref_leak = True
 """Whether ``shutdown`` ignores remaining references that it has no permission to drop."""
-
-AllGatherStates = Gathering
 
 _default_pickler = _internal_rpc_pickler
 _agent: Any = None
@@ -71,6 +61,19 @@ _agent: Any = None
 _MOST_NAMED = 16
 
 globals().update(names.INTERNAL_STEPS)
+
+
+class AllGatherStates:
+    """The state of an ``_all_gather`` that a program writes itself; Weft's own needs none here.
+
+    Attributes:
+        gathered_objects: The values by worker name.
+        proceed_signal: Set when all values have come.
+    """
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
 
 
 def _is_current_rpc_agent_set() -> bool:
@@ -151,8 +154,8 @@ def rpc_async(
         future = torchweft.rpc.rpc_async(to, func, args, kwargs, timeout)
     except WorkerLost as error:
         # Programs expect the error when they wait, as if the worker had been lost a moment later.
-        future = torch.futures.Future()
-        fail(future, error)
+        future = OrderedFuture()
+        future.set_exception(error)
     note_future(future)
     return future
 
@@ -189,7 +192,7 @@ def get_rpc_timeout() -> float:
 def _set_rpc_timeout(timeout: float) -> None:
     if timeout < 0:
         raise ConfigurationError(f"a timeout of {timeout} s cannot work; pass 0 for no limit")
-    current_agent.current().default_timeout_s = float(timeout) or math.inf
+    torch_names.set_default_timeout(timeout)
 
 
 @_require_initialized
@@ -230,7 +233,7 @@ def enable_gil_profiling(flag: bool) -> None:
 
 @_require_initialized
 def _rref_context_get_debug_info() -> dict[str, str]:
-    return agents.reference_info()
+    return torch_names.debug_info().references
 
 
 # Collectives
@@ -251,60 +254,13 @@ def _all_gather(
     Raises:
         CallError: The values could not be sent to some workers; the message says which.
     """
-    return _gather("_all_gather", obj, worker_names, timeout)
-
-
-def _gather(
-    name: str, obj: Any, worker_names: Iterable[str] | None, timeout: float
-) -> dict[str, Any]:
-    """Exchanges a value as ``_all_gather``; messages name the operation ``name``."""
-    agent = current_agent.current()
-    limits = _limits(timeout, agent.default_timeout_s)
-    peers = members(agent, worker_names or None)
-    outcome = current_gatherings().gather(obj, peers, name, limits, _broadcast_to_followers)
-    failed = {
-        follower: error
-        for follower, call in outcome.calls.items()
-        if (error := _error_of(call)) is not None
-    }
-    if failed:
-        first = next(iter(failed.values()))
-        raise CallError(
-            f"Followers {list(failed)} failed or timed out in _all_gather after "
-            f"{limits.call_s:.2f} seconds{_within(name)}; the first error is "
-            f"{type(first).__name__}: {first}",
-            worker=next(iter(failed)),
-            call=name,
-        ) from first
-    return outcome.values
+    return torch_names.gather("_all_gather", obj, worker_names, timeout, _broadcast_to_followers)
 
 
 @remotely_callable_unless_strict
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
     """Tells a follower all values. A program may put another function in its place there."""
-    tell(sequence_id, objects_map)
-
-
-def _within(name: str) -> str:
-    """Names the operation that gathers, if it is another than ``_all_gather``."""
-    return "" if name == "_all_gather" else f", in {name}"
-
-
-def _limits(timeout: float, default_s: float) -> Limits:
-    if timeout == UNSET_RPC_TIMEOUT:
-        return Limits(0.0 if math.isinf(default_s) else default_s, math.inf)
-    if timeout == DEFAULT_SHUTDOWN_TIMEOUT:
-        return Limits(0.0, math.inf)
-    return Limits(timeout, timeout)
-
-
-def _error_of(call: Future[None]) -> Exception | None:
-    """Waits for a call; returns its error, if any."""
-    try:
-        call.wait()
-    except Exception as error:
-        return error
-    return None
+    torch_names.tell(sequence_id, objects_map)
 
 
 @_require_initialized
@@ -315,7 +271,7 @@ def _barrier(worker_names: Iterable[str]) -> None:
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    _gather("shutdown", None, None, timeout)
+    torch_names.gather("shutdown", None, None, timeout, _broadcast_to_followers)
 
 
 # Shutdown
@@ -348,15 +304,11 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """
     agent = _get_current_rpc_agent()
     try:
-        if graceful and isinstance(agent, RpcAgent):
-            if agent.is_static_group:
-                _await_all(timeout)
-                _delete_all_user_and_unforked_owner_rrefs()
+        if graceful and isinstance(agent, RpcAgent) and agent.is_static_group:
+            _await_all(timeout)
+            _delete_all_user_and_unforked_owner_rrefs()
+        if graceful and hasattr(agent, "join"):  # A program's own back-end may lack it.
             agent.join(shutdown=True, timeout=timeout)
-        elif graceful and hasattr(agent, "join"):  # a program's own back-end
-            agent.join(shutdown=True, timeout=timeout)
-        elif graceful:
-            torchweft.rpc.shutdown(timeout=timeout)
     finally:
         _finalize_shutdown()
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,19 +13,8 @@ from torch.distributed.distributed_c10d import Store
 from torchweft.compat.rpc import api, names
 from torchweft.compat.rpc.agents import TensorPipeAgent
 from torchweft.compat.rpc.references import RRef
-from torchweft.engine.codec.exceptions import as_runtime_error, chain
-from torchweft.engine.codec.tracebacks import places_of, shorten
-from torchweft.engine.worker.peers import Peer
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
-from torchweft.rpc import options as constants
-from torchweft.rpc import options as rpc_constants
-from torchweft.rpc.joining import join_group
-from torchweft.rpc.options import (
-    TensorPipeRpcBackendOptions,
-    from_tensorpipe,
-    warn_of_ignored,
-)
-from torchweft.rpc.worker import current_worker
+from torchweft.rpc import TensorPipeRpcBackendOptions, constants, torch_names
 
 __all__ = [
     "BackendType",
@@ -37,9 +25,8 @@ __all__ = [
     "register_backend",
 ]
 
+rpc_constants = constants
 globals().update(names.MEMBERSHIP)
-
-_log = logging.getLogger("torchweft")
 
 
 class BackendValue(NamedTuple):
@@ -151,33 +138,8 @@ def _tensorpipe_init_backend_handler(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, got "
             f"{rpc_backend_options!r}"
         )
-    warn_of_ignored(rpc_backend_options, stacklevel=5)  # by init_rpc and the registry
-    options = from_tensorpipe(
-        rpc_backend_options,
-        store=store,
-        reference_type=RRef,
-        copy_to_self=True,
-        lost_gradients="warn",
-        unmapped_devices="refuse",
-        other_versions="warn",
-    )
-    # Whatever size the environment names.
-    join_group(name, rank, world_size or None, options)
-    worker = current_worker()
-    worker.on_failure = log_failure
-    worker.decoder.as_raised_here = as_runtime_error
-    return TensorPipeAgent(rpc_backend_options)
-
-
-def log_failure(caller: Peer, error: BaseException) -> None:
-    """Logs the error of a call that ``caller`` made, unless another worker has done so.
-
-    Programs expect the error in the callee's log. Weft itself leaves logging to the caller, which
-    gets the error with the callee's traceback.
-    """
-    if not any(map(places_of, chain(error))):
-        shorten(error)
-        _log.warning("a call of worker %r failed here", caller.name, exc_info=error)
+    torch_names.join(store, name, rank, world_size, rpc_backend_options, RRef)
+    return TensorPipeAgent(rpc_backend_options, store)
 
 
 register_backend(

@@ -11,22 +11,16 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CoroutineType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
-from torchweft.autograd.contexts import current_id
-from torchweft.engine.codec.objects import pack, unpack
-from torchweft.engine.codec.reducers import register_reducer
-from torchweft.errors import CallCancelled, NotAllowed, ProtocolError, SerializationError
-from torchweft.rpc.calls import RPCExecMode
-from torchweft.rpc.calls import build_key as _build_rpc_profiling_key
+from torchweft.errors import ProtocolError, SerializationError
+from torchweft.extending import is_async_execution
 from torchweft.rpc.functions import async_execution
-from torchweft.rpc.serving import ASYNC_MARK
-from torchweft.rpc.worker import current_worker
+from torchweft.rpc.torch_names import RPCExecMode, pack, register_reducer, unpack
+from torchweft.rpc.torch_names import build_key as _build_rpc_profiling_key
 
 __all__ = [
     "PythonUDF",
@@ -159,38 +153,24 @@ def pickled_call(
     references: list[Any] = []
     with references_beside(references):
         binary, tensors = pickler.serialize(PythonUDF(function, tuple(args or ()), kwargs or {}))
-    return run_pickled, (binary, list(tensors), references), None
+    run = run_pickled_later if is_async_execution(function) else run_pickled
+    return run, (binary, list(tensors), references), None
+
+
+def run_pickled(binary: bytes, tensors: Sequence[Tensor], references: list[Any]) -> Any:
+    """Runs the call that ``pickled_call`` wrapped; returns its result, or its coroutine.
+
+    It is not among the functions that a worker with restrictions runs for others: pickles of a
+    program's own pickler cannot be checked.
+    """
+    with references_beside(references):
+        call = deserialize(binary, tensors)
+    return call.func(*call.args, **call.kwargs)
 
 
 @async_execution
-def run_pickled(binary: bytes, tensors: Sequence[Tensor], references: list[Any]) -> Future[Any]:
-    """Runs the call that ``pickled_call`` wrapped; returns a future of its result."""
-    worker = current_worker()
-    if worker.reader.is_restricted:
-        name = worker.agent.info.name
-        raise NotAllowed(
-            f"worker {name!r} restricts what it reads, and the pickles of a program's own pickler "
-            "cannot be checked; use the default one",
-            worker=name,
-            refused="a pickle of a program's own pickler",
-        )
-    with references_beside(references):
-        call = deserialize(binary, tensors)
-    result = call.func(*call.args, **call.kwargs)
-    if hasattr(call.func, ASYNC_MARK):
-        return result  # type: ignore[no-any-return]
-    done: Future[Any] = torch.futures.Future()
-    if not isinstance(result, CoroutineType):
-        done.set_result(result)
-        return done
-
-    def finish(value: Any, error: BaseException | None) -> None:
-        if error is None:
-            done.set_result(value)
-        elif isinstance(error, Exception):
-            done.set_exception(error)
-        else:  # A future takes no other kind: the coroutine was cancelled.
-            done.set_exception(CallCancelled(f"the coroutine ended with {error!r}"))
-
-    worker.coroutines.run(result, current_id(), finish)
-    return done
+def run_pickled_later(
+    binary: bytes, tensors: Sequence[Tensor], references: list[Any]
+) -> torch.futures.Future[Any]:
+    """Does the same for a function that returns a future of its result."""
+    return run_pickled(binary, tensors, references)  # type: ignore[no-any-return]

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import logging
 import numbers
-import threading
-import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
-from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
 import torchweft.rpc
 from torchweft import knobs
 from torchweft.compat import autograd as dist_autograd
 from torchweft.compat.rpc import api, backend_registry
-from torchweft.engine.worker.rendezvous import check_answers, open_store, why_not_open
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
+from torchweft.free_threading import shared_count
 from torchweft.patching import check_unpatched
-from torchweft.rpc.options import BackendOptions as RpcBackendOptions
+from torchweft.rpc.torch_names import BackendOptions as RpcBackendOptions
+from torchweft.rpc.torch_names import open_store
 
 _log = logging.getLogger("torchweft")
 
 _LONGEST_S = 365 * 24 * 3600.0
 
-rendezvous_iterator: Iterator[tuple[Store, int, int]] | None = None
-"""Keeps the store of the last group alive."""
-
-_count_lock = threading.Lock()
-_count = 0
+_groups = shared_count()
+"""Numbers the groups that this process joins, whose stores may be one."""
 
 
 def init_rpc(
@@ -70,7 +62,7 @@ def init_rpc(
     # Check before other workers wait for this worker.
     knobs.check_environment()
     torchweft.rpc.RpcBackendOptions().check()
-    store = _open_store(rpc_backend_options, rank, world_size)
+    store = _prefixed(open_store(rpc_backend_options, rank, world_size), rpc_backend_options)
     dist_autograd._init(rank)
     _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
 
@@ -102,34 +94,10 @@ def _options_type(backend: Any) -> type[Any]:
         return type(None)
 
 
-def _open_store(options: Any, rank: int, world_size: int | None) -> Store:
-    """Opens the store of the init method, with keys of this group only.
-
-    Waits for the other workers as long as PyTorch does, but not for a host that does not answer.
-
-    Raises:
-        RendezvousError: The store cannot be reached, or cannot be hosted here.
-    """
-    global rendezvous_iterator, _count
-    check_answers(options.init_method, rank, knobs.INIT_TIMEOUT_S.get())
-    began_s = time.monotonic()
-    store: Any
-    try:
-        if world_size:
-            rendezvous_iterator = rendezvous(options.init_method, rank=rank, world_size=world_size)
-            store, _, _ = next(rendezvous_iterator)
-        elif rank >= 0 and urlsplit(options.init_method).scheme == "file":
-            store = open_store(options.init_method, rank, None, knobs.INIT_TIMEOUT_S.get())
-        else:
-            store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
-    except DistError as error:
-        elapsed_s = time.monotonic() - began_s
-        raise why_not_open(error, options.init_method, rank, elapsed_s) from error
+def _prefixed(store: Store, options: Any) -> Store:
+    """Returns a view of a store with the time limit of the options, and keys of this group only."""
     store.set_timeout(timedelta(seconds=min(options.rpc_timeout or _LONGEST_S, _LONGEST_S)))
-    with _count_lock:
-        store = PrefixStore(f"rpc_prefix_{_count}", store)
-        _count += 1
-    return store  # type: ignore[no-any-return]
+    return PrefixStore(f"rpc_prefix_{next(_groups)}", store)
 
 
 def _validate_rpc_args(

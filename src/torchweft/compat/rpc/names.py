@@ -13,7 +13,8 @@ from importlib.util import module_from_spec
 from typing import Any, NoReturn
 
 from torchweft.errors import NotSupported
-from torchweft.rpc import functions, options
+from torchweft.rpc import TensorPipeRpcBackendOptions, constants, functions
+from torchweft.rpc.torch_names import BackendOptions
 
 _CALL = "it is an entry point of PyTorch's C++ agent; call rpc_sync, rpc_async or remote"
 _MEMBERSHIP = "it is a step of how PyTorch's agents keep an open group; Weft's do so by themselves"
@@ -97,21 +98,18 @@ def module_of(name: str, exported: list[str], names: dict[str, Any]) -> None:
 
 
 _OPTIONS = {
-    "RpcBackendOptions": options.BackendOptions,
-    "TensorPipeRpcBackendOptions": options.TensorPipeRpcBackendOptions,
-    "_TensorPipeRpcBackendOptionsBase": options.TensorPipeRpcBackendOptions,
-    "_to_device": options._to_device,
-    "_to_device_list": options._to_device_list,
-    "_to_device_map": options._to_device_map,
+    "RpcBackendOptions": BackendOptions,
+    "TensorPipeRpcBackendOptions": TensorPipeRpcBackendOptions,
+    "_TensorPipeRpcBackendOptionsBase": TensorPipeRpcBackendOptions,
 }
 DEFAULTS = {
-    "_DEFAULT_RPC_TIMEOUT_SEC": options.DEFAULT_RPC_TIMEOUT_SEC,
-    "_DEFAULT_INIT_METHOD": options.DEFAULT_INIT_METHOD,
-    "_DEFAULT_NUM_WORKER_THREADS": options.DEFAULT_NUM_WORKER_THREADS,
-    "_UNSET_RPC_TIMEOUT": options.UNSET_RPC_TIMEOUT,
+    "_DEFAULT_RPC_TIMEOUT_SEC": constants.DEFAULT_RPC_TIMEOUT_SEC,
+    "_DEFAULT_INIT_METHOD": constants.DEFAULT_INIT_METHOD,
+    "_DEFAULT_NUM_WORKER_THREADS": constants.DEFAULT_NUM_WORKER_THREADS,
+    "_UNSET_RPC_TIMEOUT": constants.UNSET_RPC_TIMEOUT,
 }
-_CONSTANTS = [name for name in vars(options) if name.startswith(("DEFAULT_", "UNSET_"))]
-_DEFINED = {name: getattr(options, name) for name in _CONSTANTS}
+_CONSTANTS = [name for name in vars(constants) if name.startswith(("DEFAULT_", "UNSET_"))]
+_DEFINED = {name: getattr(constants, name) for name in _CONSTANTS}
 module_of("constants", _CONSTANTS, {**_DEFINED, **DEFAULTS})
 module_of("functions", ["async_execution"], {"async_execution": functions.async_execution})
 module_of("options", [name for name in _OPTIONS if not name.startswith("_Tensor")], _OPTIONS)

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
 
 import torchweft.rpc
-from torchweft.arguments import UNSET_RPC_TIMEOUT
 from torchweft.compat.rpc.names import module_of
 from torchweft.compat.waiting import note_future
-from torchweft.engine.codec.registry import remotely_callable_unless_strict
-from torchweft.engine.worker import current as current_agent
-from torchweft.engine.worker.agent import Agent
-from torchweft.engine.worker.references import ReferenceKeeper
 from torchweft.errors import (
     CallError,
     CallTimeout,
@@ -30,13 +26,17 @@ from torchweft.errors import (
     ReferenceGone,
     SerializationError,
 )
+from torchweft.extending import (
+    OrderedFuture,
+    is_worker,
+    remotely_callable_unless_strict,
+    when_ready,
+    worker_of,
+)
 from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.rpc.api import Proxy
-from torchweft.rpc.calls import OrderedFuture, fail, wait_unseen
+from torchweft.rpc import UNSET_RPC_TIMEOUT, torch_names
 from torchweft.rpc.functions import async_execution
-from torchweft.rpc.serving import WhenReady
-from torchweft.rpc.worker import current_worker
 
 __all__ = ["PyRRef", "RRef", "RRefProxy"]
 
@@ -53,7 +53,7 @@ _WAYS = {"rpc_sync": "sync", "rpc_async": "async", "remote": "remote"}
 _SCRIPTED = (torch.jit.ScriptModule, torch._C.ScriptModule)
 
 
-class RRefProxy(Proxy):
+class RRefProxy(torch_names.Proxy):
     """Calls the methods of a referenced value on the worker that owns it.
 
     PyTorch first asks the owner for the type of the value, and so knows the methods. Here a call
@@ -105,16 +105,14 @@ class RRef(torchweft.rpc.RRef[T]):
     """Errors after which there may be no value; a back-end that injects faults has more."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        if not current_agent.is_set():
+        if not is_worker():
             raise NotInitialized(
                 "Current RPC agent is not set! Did you initialize the RPC framework "
                 "(e.g. by calling `rpc.init_rpc`)? Only a worker can own referenced values"
             )
         super().__init__(value, type_hint)
 
-    def _bind(
-        self, keeper: ReferenceKeeper, reference: ReferenceId, *, is_new: bool, maker: str = ""
-    ) -> None:
+    def _bind(self, keeper: Any, reference: ReferenceId, *, is_new: bool, maker: str = "") -> None:
         super()._bind(keeper, reference, is_new=is_new, maker=maker)
         self._local_id = next(_local_ids) if is_new else _NOT_MADE_HERE
         is_user = not is_new or reference.creator != reference.owner
@@ -139,13 +137,13 @@ class RRef(torchweft.rpc.RRef[T]):
 
     def local_value(self) -> T:
         """Returns the value itself, on its owner; see ``torchweft.rpc.RRef.local_value``."""
-        agent = self.agent()
         if not self.is_owner():
-            rref_id, fork_id = self._ids(agent)
+            rref_id, fork_id = self._ids()
+            here = torchweft.rpc.get_worker_info()
             raise NotOwner(
                 f"For UserRRef(rref_id={rref_id}, fork_id={fork_id}), can't call localValue() on "
-                f"user {_shown(agent.info)}. Call it on owner {_shown(self.owner())}, or use "
-                "to_here() for a copy"
+                f"user {_shown(here)}. Call it on owner {_shown(self.owner())}, or use to_here() "
+                "for a copy"
             )
         return super().local_value()
 
@@ -239,12 +237,12 @@ class RRef(torchweft.rpc.RRef[T]):
                 self.owner(), _rref_typeof_on_owner, (self,), None, timeout
             )
         # A class of this process must not go through a pickle, which may copy it.
-        future: AnyFuture = torch.futures.Future()
+        future: OrderedFuture[Any] = OrderedFuture()
         limit_s = self.agent().default_timeout_s if timeout < 0 else timeout or math.inf
         try:
             future.set_result(type(self._wait_for_value(limit_s)))
         except Exception as error:
-            fail(future, error)
+            future.set_exception(error)
         return future
 
     # Calls on the value
@@ -254,11 +252,11 @@ class RRef(torchweft.rpc.RRef[T]):
 
     # Serialization
 
-    def check_travels(self) -> Agent:
-        """Returns the agent; raises if the reference cannot be passed on."""
+    def check_travels(self) -> Any:
+        """Raises if the reference cannot be passed on."""
         self._check_current("fork an UserRRef")
         self._check_created()
-        return self.agent()
+        return super().check_travels()
 
     def _serialize(self) -> NoReturn:
         """Raises: references travel only in calls, which count them."""
@@ -284,22 +282,25 @@ class RRef(torchweft.rpc.RRef[T]):
 
     # Text
 
-    def _ids(self, agent: Agent) -> tuple[str, str]:
+    def _ids(self) -> tuple[str, str]:
         """Returns the ids of the reference and of this fork of it, as PyTorch shows them.
 
         A reference made by another worker shows Weft's number instead, with the owner's.
         """
         creator, owner, number = self.id
-        peer = agent.peers[creator]
         local_id = f"{owner}.{number}" if self._local_id == _NOT_MADE_HERE else str(self._local_id)
-        return _unique_id(peer.info.id, local_id), _unique_id(agent.info.id, str(self._fork_id))
+        here = torchweft.rpc.get_worker_info().id
+        return (
+            _unique_id(worker_of(creator).info.id, local_id),
+            _unique_id(here, str(self._fork_id)),
+        )
 
     def __str__(self) -> str:
         try:
-            agent = self.agent()
+            self.agent()
         except (NotInitialized, ReferenceGone):
             return repr(self)
-        rref_id, fork_id = self._ids(agent)
+        rref_id, fork_id = self._ids()
         if self.is_owner():
             return f"OwnerRRef({rref_id})"
         return f"UserRRef(RRefId = {rref_id}, ForkId = {fork_id})"
@@ -319,9 +320,9 @@ def end_with(
     def pass_on(done: torch.futures.Future[Any]) -> None:
         ended.set_result(None)
         try:
-            result.set_result(wait_unseen(done))
+            result.set_result(torch_names.wait_unseen(done))
         except Exception as error:
-            fail(result, error)
+            result.set_exception(error)
 
     future.add_done_callback(pass_on)
     return result
@@ -350,10 +351,7 @@ def _has_failed(future: AnyFuture) -> bool:
 @async_execution
 def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
     """Returns a future that is done when a value of this worker has been made, or cannot be."""
-    made: torch.futures.Future[None] = torch.futures.Future()
-    owned = current_worker().references.value_of(ReferenceId(*reference), is_use=False)
-    owned.when_ready(lambda _: made.set_result(None))
-    return made
+    return torch_names.when_made(reference)
 
 
 when_made.has_no_event = True  # type: ignore[attr-defined]  # a step of ``remote``
@@ -362,8 +360,12 @@ when_made.has_no_event = True  # type: ignore[attr-defined]  # a step of ``remot
 @remotely_callable_unless_strict
 def _rref_typeof_on_owner(reference: torchweft.rpc.RRef[Any]) -> Any:
     """Returns the type of a value of this worker, when the value has been made."""
-    owned = current_worker().references.value_of(reference.id)
-    return WhenReady(owned, lambda value: (_rref_typeof_on_owner, type(value)), reference)
+    return when_ready(reference.id, partial(_typed, reference))
+
+
+def _typed(reference: torchweft.rpc.RRef[Any], value: Any) -> tuple[Any, type]:
+    """Returns the function that is called and its result; the reference keeps the value."""
+    return _rref_typeof_on_owner, type(value)
 
 
 module_of(

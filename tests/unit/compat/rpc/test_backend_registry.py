@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import logging
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +12,12 @@ from torchweft.compat.rpc.backend_registry import (
     backend_registered,
     construct_rpc_backend_options,
     init_backend,
-    log_failure,
     register_backend,
 )
-from torchweft.engine.codec.exceptions import pack_error, unpack_error
 from torchweft.engine.worker import current
 from torchweft.errors import WeftError
 from torchweft.rpc.options import BackendOptions as RpcBackendOptions
 from torchweft.rpc.options import TensorPipeRpcBackendOptions
-
-CALLER: Any = SimpleNamespace(name="trainer")
 
 
 @pytest.fixture(autouse=True)
@@ -120,33 +114,3 @@ def test_a_device_map_for_nobody_leaves_the_group_again() -> None:
             rpc_backend_options=made,
         )
     assert not current.is_set()
-
-
-def raised(error: BaseException) -> BaseException:
-    try:
-        raise error
-    except BaseException as caught:
-        return caught
-
-
-def test_an_error_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "torchweft"):
-        log_failure(CALLER, raised(ValueError("what happened")))
-    assert "a call of worker 'trainer' failed here" in caplog.text
-    assert "ValueError: what happened" in caplog.text
-    assert __file__ in caplog.text
-
-
-def test_an_error_of_another_worker_is_logged_there(caplog: pytest.LogCaptureFixture) -> None:
-    remote = unpack_error(pack_error(raised(ValueError("elsewhere")), "other"))
-    later = RuntimeError("because of it")
-    later.__cause__ = remote
-    circle = KeyError("round")
-    circle.__context__ = RuntimeError("and round")
-    circle.__context__.__context__ = circle
-    with caplog.at_level(logging.WARNING, "torchweft"):
-        log_failure(CALLER, remote)
-        log_failure(CALLER, later)
-        assert not caplog.text
-        log_failure(CALLER, circle)
-    assert "round" in caplog.text

@@ -8,14 +8,10 @@ import torch
 
 from torchweft.compat.rpc.internal import (
     PythonUDF,
-    _internal_rpc_pickler,
-    _InternalRPCPickler,
     deserialize,
     references_beside,
     serialize,
 )
-from torchweft.engine.codec import reducers
-from torchweft.engine.codec.objects import pack, unpack
 from torchweft.errors import (
     ProtocolError,
     SerializationError,
@@ -23,21 +19,8 @@ from torchweft.errors import (
 )
 
 
-class Point:
-    def __init__(self, x: int, y: int) -> None:
-        self.x, self.y = x, y
-        self.cannot_travel = (number for number in ())
-
-
-def reduce_point(point: Point) -> tuple[Any, ...]:
-    return Point, (point.x, point.y)
-
-
-@pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets the reducers that a test registers."""
-    monkeypatch.setattr(reducers, "_REDUCERS", dict(reducers._REDUCERS))
-    monkeypatch.setattr(_internal_rpc_pickler, "_class_reducer_dict", {})
+def double(number: int) -> int:
+    return 2 * number
 
 
 @pytest.mark.parametrize("value", [None, 5, [1, {"a": (2,)}], PythonUDF(len, ([1],), None)])
@@ -75,35 +58,6 @@ def test_an_object_may_use_the_pickler_while_it_is_pickled() -> None:
     assert not after.any()
 
 
-def test_reducers_of_the_default_pickler_hold_for_calls_too() -> None:
-    with pytest.raises(SerializationError, match="generator"):
-        serialize(Point(1, 2))
-    _internal_rpc_pickler._register_reducer(Point, reduce_point)
-    _internal_rpc_pickler._register_reducer(Point, len)  # the first registration stays
-    assert deserialize(*serialize([Point(1, 2)]))[0].y == 2
-    packed = pack(([Point(1, 2)], {}), main_by_name=True)
-    (points,), _ = unpack(packed.payload, packed.tensors, packed.externals)
-    assert (points.x, points.y) == (1, 2)
-
-
-def test_reducers_of_another_pickler_are_its_own() -> None:
-    class Mine(_InternalRPCPickler):
-        pass
-
-    mine = Mine()
-    mine._register_reducer(Point, reduce_point)
-    other = Mine()
-    other._dispatch_table[Point] = reduce_point
-    for pickler in (mine, other):
-        point, tensor = deserialize(*pickler.serialize([Point(1, 2), torch.ones(1)]))
-        assert (point.x, tensor.item()) == (1, 1.0)
-    for pickler in (Mine(), _internal_rpc_pickler):
-        with pytest.raises(SerializationError, match="generator"):
-            pickler.serialize(Point(1, 2))
-    with pytest.raises(SerializationError, match=r"\[1\].*generator"):
-        mine.serialize([Point(1, 2), (number for number in ())])
-
-
 def test_references_travel_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchweft.engine.codec import objects
 
@@ -133,7 +87,7 @@ def test_bytes_that_are_none_of_ours() -> None:
 
 
 def test_a_function_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    binary, tensors = serialize(PythonUDF(reduce_point, (), None))
-    monkeypatch.delattr(f"{__name__}.reduce_point")
+    binary, tensors = serialize(PythonUDF(double, (1,), None))
+    monkeypatch.delattr(f"{__name__}.double")
     with pytest.raises(UnknownFunction, match="RPC pickler does not serialize"):
         deserialize(binary, tensors)
