@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ from torchweft.hybrid.placement import (
     find_tables,
     make_offer,
 )
-from torchweft.hybrid.trainers import Collectives, Hook, Reducer, Reductions, Trainers, reducer_of
+from torchweft.hybrid.trainers import Hook, Reductions, Trainers, check_hook, name_of
 from torchweft.optim.states import Moved
 from torchweft.rpc import get_worker_info
 
@@ -258,7 +259,6 @@ class HybridModel(nn.Module):
             raise ArgumentTypeError(f"module is {kind_of(module)}; pass an nn.Module")
         self._trainers = Trainers.of(process_group)
         tables: list[FoundTable] = []
-        reducers: list[Reducer | None] = []
         options: dict[str, Any] = {
             "staleness": staleness,
             "reduction": reduction,
@@ -273,15 +273,14 @@ class HybridModel(nn.Module):
                 servers=servers, places=places, touched=touched, dynamic=dynamic, ddp=ddp
             )
             check_types(name=name, seed=seed, cache=cache, wire=wire)
-            reducers.append(reducer_of(comm_hook, comm_state, replicas))
-            hook = None if reducers[0] is None else reducers[0].name
+            check_hook(comm_hook, comm_state, replicas)
             tables.extend(find_tables(module, places or {}, dynamic))
             compared = {
                 "servers": tuple(servers),
                 "places": {path.replace(".", "/"): each for path, each in (places or {}).items()},
                 "replicas": tuple(replicas),
                 **options,
-                "comm_hook": hook,
+                "comm_hook": None if comm_hook is None else name_of(comm_hook),
             }
             return make_offer(module, tables, batches, touched or {}, compared)
 
@@ -294,7 +293,6 @@ class HybridModel(nn.Module):
         self._optimizer: HybridOptimizer | None = None
         self._replicas_at = tuple(replicas)
         self._timeout_s = limit_of(timeout, _WAIT_S)
-        self._collective_s = limit_of(timeout, _COLLECTIVE_S)
         self._reductions: Reductions | None = None
         self.tables: Tables | None = None
         self._passes: ModelPasses | None = None
@@ -318,7 +316,17 @@ class HybridModel(nn.Module):
         self.called = module
         self._replicas: list[DistributedDataParallel] = []
         if len(names) > 1:
-            self._replicate(module, process_group, reducers[0], ddp)
+            self._reductions = Reductions(
+                self._trainers,
+                self._token,
+                name,
+                self.servers,
+                limit_of(timeout, _COLLECTIVE_S),
+                averages=self._averages,
+                hook=comm_hook,
+                state=comm_state,
+            )
+            self._replicate(module, {"process_group": process_group, **ddp})
         if self._passes is not None:
             # Of the module itself: DDP may have moved its arguments to a device.
             module.register_forward_pre_hook(self._passes.begin, with_kwargs=True)
@@ -331,21 +339,14 @@ class HybridModel(nn.Module):
         self.tables = Tables(placed, name=self.name, trainers=self.trainers, **options)
         there = {each.name for each in placed.configs}
         moved = [each for each in tables if each.name in there]
-        self._fill(self.tables, moved)
+        self._trainers.of_first(partial(_fill, self.tables, moved))
         self._moved.add(each.table.weight for each in moved)
         self._passes = ModelPasses(self.tables)
         return moved
 
-    def _replicate(
-        self, module: nn.Module, process_group: Any, reducer: Reducer | None, ddp: dict[str, Any]
-    ) -> None:
+    def _replicate(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         """Puts the dense part under ``DistributedDataParallel``; one without weights is left."""
-        workers = {*self.trainers, *self.servers}
-        collectives = Collectives(self._token, self.name, self.trainers, self._collective_s)
-        self._reductions = Reductions(
-            process_group, workers, collectives, averages=self._averages, reducer=reducer
-        )
-        options = {"process_group": process_group, **ddp}
+        assert self._reductions is not None
         for path in self._replicas_at:
             replica = _replica(module.get_submodule(path), self._reductions, options)
             self._replicas.append(replica)
@@ -363,16 +364,6 @@ class HybridModel(nn.Module):
         if self._passes is not None:
             replace_tables(module, moved, self._passes)
         return [Copied(each) for each in tables if each.config is not None and each not in moved]
-
-    def _fill(self, tables: Tables, moved: Sequence[FoundTable]) -> None:
-        """Moves the weights of the first trainer to the servers; the others wait for that."""
-
-        def fill() -> None:
-            for each in moved:
-                if each.config is not None and each.config.dynamic is None:
-                    tables.set_weights(each.name, each.table.weight.detach().cpu())
-
-        self._trainers.of_first(fill)
 
     @property
     def trainers(self) -> tuple[str, ...]:
@@ -634,6 +625,13 @@ class HybridModel(nn.Module):
             self._reductions.close()
         if self.tables is not None:
             self.tables.close()
+
+
+def _fill(tables: Tables, moved: Sequence[FoundTable]) -> None:
+    """Moves the weights of the first trainer to the servers."""
+    for each in moved:
+        if each.config is not None and each.config.dynamic is None:
+            tables.set_weights(each.name, each.table.weight.detach().cpu())
 
 
 def _dense_parameters(module: nn.Module, copies: Sequence[Copied]) -> dict[str, nn.Parameter]:

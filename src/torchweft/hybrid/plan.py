@@ -43,7 +43,6 @@ class TrainersDiffer(ConfigurationError):
     part: str = ""
 
 
-_ROW_COST = 2.0
 _NUMBERS = ("shape", "touched", "bytes/step", "all-gather")
 _TITLES = ("parameter", "shape", "place", *_NUMBERS[1:], "reason")
 
@@ -156,7 +155,6 @@ def make_plan(
     touched: Mapping[str, float],
     places: Mapping[str, Place],
     wire: Wire = Wire(),  # noqa: B008  # immutable
-    row_cost: float = _ROW_COST,
 ) -> HybridPlan:
     """Decides where each parameter goes: sparse ones to servers, dense ones to all trainers.
 
@@ -168,7 +166,6 @@ def make_plan(
         touched: Share of its rows that a trainer touches in a step, by table.
         places: Places that are decided already, by table.
         wire: The form of values in messages.
-        row_cost: See ``torchweft.embedding.plan_tables``.
 
     Raises:
         PlacementError: A table is to go to servers, and none is named.
@@ -194,6 +191,5 @@ def make_plan(
             touched=touched,
             places=places,
             wire=wire,
-            row_cost=row_cost,
         )
     return HybridPlan(plan, tuple(dense), count)
