@@ -8,14 +8,12 @@ from torch import Tensor
 
 import torchweft.autograd
 from torchweft.autograd import get_gradients, is_available
-from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
+from torchweft.errors import AutogradError
 from torchweft.extending import AutogradContext, context_id_here, is_worker, this_worker
 from torchweft.ids import WORKER_SHIFT, scoped_id
 from torchweft.rpc import torch_names
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
-
-_MOST_WORKERS = 1 << 16
 
 
 class context(torchweft.autograd.context):
@@ -56,11 +54,7 @@ def backward(contextId: int, roots: Sequence[Tensor], retain_graph: bool = False
 
 
 def _init(worker_id: int) -> None:
-    """Checks the number under which a worker is about to join; it has autograd by itself."""
-    if not isinstance(worker_id, int):
-        raise ArgumentTypeError(f"worker_id is a {type(worker_id).__name__}; pass a rank")
-    if not 0 <= worker_id < _MOST_WORKERS:
-        raise ConfigurationError(f"worker_id is {worker_id}; it must be from 0 to 65535")
+    """Refuses another number than that of this worker, which has autograd by itself."""
     if is_worker() and this_worker().id != worker_id:
         raise AutogradError(
             f"autograd is already initialized, as that of worker {this_worker().id}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -13,45 +12,22 @@ from torchweft.ids import WorkerInfo
 from torchweft.rpc import torch_names
 
 _POLL_S = 0.002
-_PERIOD_S = 0.005
+_PERIOD_S = 0.001
+_SLEEPS = 10
 
 
-class LatenessMeter:
-    """Measures, from now until it is closed, how late a sleeping thread wakes.
+def measure_lateness_us() -> float:
+    """Returns how late a sleeping thread wakes, on average, in microseconds.
 
-    Its thread repeatedly sleeps for a fixed time, and measures how much later it runs again: the
-    kernel must wake it, and it must get the interpreter lock. An arriving call has the same delay
-    while other threads compute in Python.
-
-    Args:
-        name: Name of the thread.
+    It sleeps some times, and measures how much later it runs again: the kernel must wake it, and it
+    must get the interpreter lock. An arriving call has the same delay while other threads compute
+    in Python.
     """
-
-    def __init__(self, name: str) -> None:
-        self._total_s = 0.0
-        self._count = 0
-        self._has_measured = threading.Event()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def average_us(self) -> float:
-        """Returns the average in microseconds; waits for the first measurement."""
-        self._has_measured.wait()
-        return self._total_s / self._count * 1e6
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._is_closed = True
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._is_closed:
-            start_s = time.perf_counter()
-            time.sleep(_PERIOD_S)
-            self._total_s += max(time.perf_counter() - start_s - _PERIOD_S, 0.0)
-            self._count += 1
-            self._has_measured.set()
+    start_s = time.perf_counter()
+    for _ in range(_SLEEPS):
+        time.sleep(_PERIOD_S)
+    late_s = time.perf_counter() - start_s - _SLEEPS * _PERIOD_S
+    return max(late_s, 0.0) / _SLEEPS * 1e6
 
 
 class RpcAgent:
@@ -66,7 +42,7 @@ class RpcAgent:
         self.store = store
         self._options = options
         self._may_drop_references = False
-        self._lateness: LatenessMeter | None = None
+        self._measures_lateness = False
         self.held_at_end: list[str] = []
         """Lines about references still held at the end without permission to drop them."""
 
@@ -94,23 +70,18 @@ class RpcAgent:
     # Current activity
 
     def enable_gil_profiling(self, flag: bool) -> None:
-        """Starts or stops measuring how long threads wait for the interpreter."""
-        if flag and self._lateness is None:
-            self._lateness = LatenessMeter(f"weft-{self.get_worker_info().name}-lateness")
-        elif not flag and self._lateness is not None:
-            self._lateness.close()
-            self._lateness = None
+        """Sets whether ``get_metrics`` measures how long threads wait for the interpreter."""
+        self._measures_lateness = flag
 
     def get_metrics(self) -> dict[str, str]:
         """Returns how busy this worker is, as text.
 
         ``agent.gil_average_wait_time_us`` is present while ``enable_gil_profiling`` is on: how
-        late a thread that has work continues, see ``LatenessMeter``.
+        late a thread that has work continues, see ``measure_lateness_us``.
         """
         metrics = torch_names.debug_info().agent
-        lateness = self._lateness
-        if lateness is not None:
-            metrics["agent.gil_average_wait_time_us"] = f"{lateness.average_us():.3f}"
+        if self._measures_lateness:
+            metrics["agent.gil_average_wait_time_us"] = f"{measure_lateness_us():.3f}"
         return metrics
 
     def get_debug_info(self) -> dict[str, str]:
@@ -167,7 +138,6 @@ class RpcAgent:
 
     def shutdown(self) -> None:
         """Ends this worker at once; calls that wait for it fail."""
-        self.enable_gil_profiling(False)
         torchweft.rpc.shutdown(graceful=False)
 
 

@@ -184,9 +184,7 @@ def remote(
 # Options and information
 
 
-def get_rpc_timeout() -> float:
-    """Returns the default timeout of calls; see ``torchweft.rpc.get_rpc_timeout``."""
-    return torchweft.rpc.get_rpc_timeout()
+get_rpc_timeout = torchweft.rpc.get_rpc_timeout
 
 
 def _set_rpc_timeout(timeout: float) -> None:
@@ -224,10 +222,7 @@ def _rref_typeof_on_user(
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Starts or stops measuring how long threads wait for the interpreter.
-
-    The measurement is in ``get_debug_info`` of the current agent.
-    """
+    """Sets whether ``get_debug_info`` of the agent says how long threads wait for Python."""
     _get_current_rpc_agent().enable_gil_profiling(flag)
 
 
