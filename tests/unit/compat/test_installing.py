@@ -16,7 +16,7 @@ import torch.nn.parallel.distributed
 
 import torchweft.compat
 from tests.thorough import CHECKED, spread
-from torchweft.compat.installing import FOLDER, MODULES
+from torchweft.compat.installing import MODULES
 from torchweft.engine.worker import current
 from torchweft.errors import AlreadyInitialized
 
@@ -85,22 +85,6 @@ def test_what_is_imported_is_weft() -> None:
         "torchweft.compat.autograd",
     )
     assert torch.nn.parallel.distributed.RRef is rpc.RRef
-
-
-@pytest.mark.parametrize("in_children", [True, False])
-def test_children_are_told_where_they_shall_be(in_children: bool) -> None:
-    torchweft.compat.install(in_children=in_children)
-    told = FOLDER in os.environ["PYTHONPATH"].split(os.pathsep)
-    assert told == in_children
-    torchweft.compat.uninstall()
-    assert os.environ["PYTHONPATH"] == "/some/folder"
-
-
-def test_what_the_program_puts_on_the_path_meanwhile_stays() -> None:
-    torchweft.compat.install()
-    os.environ["PYTHONPATH"] += ":/more"
-    torchweft.compat.uninstall()
-    assert os.environ["PYTHONPATH"] == "/some/folder:/more"
 
 
 def test_a_worker_of_pytorchs_rpc_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
