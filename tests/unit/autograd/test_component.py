@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.autograd.codec import PassMode
@@ -32,15 +31,6 @@ def run(gate: Node, take: Callable[[], Tensor | None], target: GradientEdge) -> 
     return found
 
 
-@pytest.mark.parametrize("modes", [torch.no_grad, torch.inference_mode, FakeTensorMode])
-def test_a_gate_is_made_in_any_mode(modes: type) -> None:
-    made = leaf() * 2
-    with modes():
-        gates = gates_of((made,))
-    (edge,) = edges_behind(gates)
-    assert (edge.node, edge.output_nr) == (made.grad_fn, 0)
-
-
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_sparse_gradients_pass(is_sparse: bool) -> None:
     """A sparse tensor has a gate of another kind."""
@@ -51,17 +41,6 @@ def test_sparse_gradients_pass(is_sparse: bool) -> None:
     assert found is not None
     assert found.is_sparse == is_sparse
     assert found.to_dense().tolist() == torch.eye(3).tolist()
-
-
-def test_an_undefined_gradient_has_the_nodes_behind_run() -> None:
-    seen: list[object] = []
-    start = leaf()
-    made = start * 2
-    assert made.grad_fn is not None
-    made.grad_fn.register_hook(lambda inner, outer: seen.append(outer))
-    (gate,) = gates_of((made,))
-    assert run(gate, lambda: None, get_gradient_edge(start)) is None
-    assert seen == [(None,)]
 
 
 def test_gates_wait_last_whatever_threads_made_the_nodes() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.autograd import contexts
-from torchweft.autograd.contexts import Gradients, owned
+from torchweft.autograd.contexts import Gradients
 
 
 def sparse(*indices: int) -> Tensor:
@@ -54,13 +53,6 @@ def test_memory_in_use_elsewhere_is_copied() -> None:
     assert own.data_ptr() in pointers
 
 
-def test_expanded_gradients_are_copied() -> None:
-    sums, weight = Gradients(), torch.ones(3)
-    sums.add_all([(weight, torch.ones(()).expand(3))], ())
-    sums.snapshot()[weight].mul_(2)
-    assert sums.snapshot()[weight].tolist() == [2.0, 2.0, 2.0]
-
-
 def embedding_gradient(rows: Tensor, values: Tensor) -> Tensor:
     """Returns a sparse gradient as torch makes it: its indices share the input's memory."""
     return torch.sparse_coo_tensor(rows.reshape(1, -1), values, (5, 2), check_invariants=True)
@@ -88,30 +80,6 @@ def test_a_sparse_gradient_gets_memory_of_its_own() -> None:
         assert torch.equal(found.to_dense(), expected * 2)
 
 
-def test_the_values_of_a_sparse_gradient_are_copied_only_if_they_are_shared() -> None:
-    rows, values = torch.tensor([3, 1]), torch.ones(2, 2)
-    gradient = embedding_gradient(rows, values)
-    assert owned(gradient)._values().data_ptr() != values.data_ptr()
-    place = values.data_ptr()
-    del values
-    with torch.device("meta"):  # A default of the program, which is not for gradients.
-        alone = owned(gradient)
-    assert alone.device == gradient.device
-    assert alone._values().data_ptr() == place
-    assert alone._indices().data_ptr() != rows.data_ptr()
-    assert alone.is_coalesced() is gradient.is_coalesced()
-    assert torch.equal(alone.to_dense(), gradient.to_dense())
-
-
-def test_everything_is_copied_where_uses_cannot_be_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gradient = torch.ones(2)
-    assert owned(gradient) is gradient
-    monkeypatch.setattr(contexts, "_storage_use_count", None)
-    assert owned(gradient) is not gradient
-
-
 def test_what_was_handed_out_does_not_change() -> None:
     sums, weight = Gradients(), torch.ones(2)
     handed_out = []
@@ -119,14 +87,6 @@ def test_what_was_handed_out_does_not_change() -> None:
         sums.add_all([(weight, torch.ones(2))], ())
         handed_out.append(sums.snapshot()[weight])
     assert [gradient[0].item() for gradient in handed_out] == [1.0, 2.0, 3.0]
-
-
-def test_incoming_gradients_are_never_written_to() -> None:
-    sums, weight = Gradients(), torch.ones(2)
-    parts = [torch.ones(2) for _ in range(4)]
-    for part in parts:
-        sums.add_all([(weight, part)], ())
-    assert all(part.tolist() == [1.0, 1.0] for part in parts)
 
 
 def test_threads_add_up() -> None:

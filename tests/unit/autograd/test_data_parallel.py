@@ -13,11 +13,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from torchweft.autograd import data_parallel
-from torchweft.autograd.contexts import Context, Gradients, SendRecord
+from torchweft.autograd.contexts import Context, SendRecord
 from torchweft.autograd.data_parallel import Averaging, find_averaging
 from torchweft.autograd.graph import Reached
 from torchweft.autograd.local_pass import LocalPass
-from torchweft.engine.protocol.backward import ROOTS, Progress
+from torchweft.engine.protocol.backward import Progress
 from torchweft.errors import AutogradError
 
 # The threads of a process group live until the process ends.
@@ -57,31 +57,10 @@ def known() -> list[Any]:
     return [module for module, _ in data_parallel.known_modules()]
 
 
-def test_modules_are_known_if_they_are_made_before_or_after() -> None:
-    before = make_module()
-    assert known() == []
-    data_parallel.watch()
-    assert known() == [before]
-    after = make_module()
-    assert known() == [before, after]
-    data_parallel.watch()
-    del before
-    assert known() == [after]
-
-
 def reached(message_id: int, *modules: Any) -> Reached:
     weights = [module.module.weight for module in modules]
     leaves = {get_gradient_edge(weight).node: weight for weight in weights}
     return Reached([SendRecord(message_id, 1, (), ())], leaves, {})
-
-
-def test_a_pass_that_reaches_no_such_module_is_left_alone() -> None:
-    data_parallel.watch()
-    components = [reached(1)]
-    assert find_averaging(components, Gradients()) is None
-    module = make_module()
-    assert find_averaging(components, Gradients()) is None
-    assert find_averaging([reached(1, module)], Gradients()) is not None
 
 
 def averaging_of(*components: Reached) -> tuple[Averaging, Context]:
@@ -126,31 +105,6 @@ def test_a_module_waits_for_all_live_messages_that_lead_to_it() -> None:
     assert not averaging.is_due
     assert held_back(averaging, 2, live=(1, 2)) == []
     assert averaging.run().executed == [1, 2]
-
-
-def test_a_module_that_only_unused_messages_lead_to_is_not_averaged() -> None:
-    data_parallel.watch()
-    module = make_module()
-    averaging, context = averaging_of(reached(1, module), reached(2))
-    assert held_back(averaging, 2) == []
-    assert not averaging.is_due
-    assert held_back(averaging, live=(2,)) == []  # It is settled: message 1 is not used.
-    assert averaging.is_due
-    assert averaging.run().executed == [2]
-    assert context.get_gradients() == {}
-
-
-def test_a_pass_ends_with_the_average() -> None:
-    data_parallel.watch()
-    module, context = make_module(), Context(1, 0)
-    local = LocalPass(context)
-    local.start([module(torch.ones(1, 2)).sum()])
-    assert local.work() == ([], Progress(walked=[ROOTS]))
-    assert local.is_averaging_due
-    assert context.get_gradients() == {}
-    assert local.average() == Progress(executed=[ROOTS])
-    assert context.get_gradients()[module.module.weight].tolist() == [[1.0, 1.0]]
-    assert module.module.weight.grad is None
 
 
 def test_a_pass_that_failed_leaves_a_static_graph_as_it_was() -> None:

@@ -60,30 +60,10 @@ def test_sends_hang_together_through_nodes_and_placeholders_but_not_leaves() -> 
     assert all(list(reached.leaves.values()) == [weight] for reached in components.values())
 
 
-def test_a_leaf_with_hooks_holds_sends_together() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    weight.register_hook(lambda gradient: gradient)
-    graph = SentGraph(lambda _: None)
-    for factor in (2, 3):
-        graph.add(live(factor, *edges(weight * factor)))
-    assert numbers_of(graph.components()) == [[2, 3], [2, 3]]
-
-
 # Roots
 
 SCALAR = torch.tensor(2.0, requires_grad=True) * 3
 ROW = torch.ones(2, requires_grad=True) * 3
-
-
-def test_the_gradient_of_a_scalar_is_one() -> None:
-    roots = roots_of([SCALAR, ROW], [None, torch.tensor([4.0, 5.0])])
-    assert [gradient.tolist() for gradient in roots.gradients] == [1.0, [4.0, 5.0]]
-    assert [edge.node for edge in roots.edges] == [SCALAR.grad_fn, ROW.grad_fn]
-
-
-def test_one_element_is_a_scalar_of_any_shape() -> None:
-    (gradient,) = roots_of([SCALAR.view(1, 1)]).gradients
-    assert gradient.tolist() == [[1.0]]
 
 
 @cases(
@@ -105,8 +85,3 @@ def test_what_cannot_be_a_root_is_told(
 ) -> None:
     with pytest.raises(error, match=text):
         roots_of(tensors, gradients)
-
-
-def test_errors_say_what_the_caller_calls_them() -> None:
-    with pytest.raises(AutogradError, match=r"output 0 has shape .* all outputs need"):
-        roots_of([ROW], what="output")

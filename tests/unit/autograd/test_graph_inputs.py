@@ -14,8 +14,6 @@ from torchweft.autograd.graph import (
     InputGradients,
     checked_inputs,
     place_of,
-    receives_before,
-    roots_of,
 )
 from torchweft.autograd.local_pass import LocalPass
 from torchweft.engine.protocol.backward import ROOTS
@@ -70,77 +68,6 @@ def test_a_pass_goes_through_a_tensor_behind_which_there_is_another_here() -> No
     assert list(input_gradients.stops) == [node_of(first)]
 
 
-def test_a_pass_goes_through_a_tensor_behind_which_there_may_be_another_by_way_of_others() -> None:
-    worker = Worker()
-    first = leaf()
-    second = worker.call(first) * 2
-    input_gradients = worker.input_gradients(second, first)
-    assert input_gradients.passed == [place_of(second)]
-
-
-def test_steps_of_an_inner_loop_do_not_go_back_to_earlier_ones() -> None:
-    worker = Worker()
-    weight = leaf()
-    answers = []
-    for _ in range(3):
-        answer = worker.call(weight)
-        answers.append(answer)
-        weight = weight - answer
-    last = worker.call(weight)
-    input_gradients = worker.input_gradients(weight)
-    assert node_of(weight) in input_gradients.stops
-    assert node_of(last) in input_gradients.ends
-    # They arrived before the first message that contained the weight.
-    assert all(node_of(answer) not in input_gradients.ends for answer in answers)
-
-
-def test_a_message_that_came_before_all_sends_leads_nowhere() -> None:
-    worker = Worker()
-    given = worker.receive()
-    weight = leaf() * given.detach()
-    answer = worker.call(weight)
-    input_gradients = worker.input_gradients(weight)
-    assert node_of(given) not in input_gradients.ends
-    assert node_of(answer) in input_gradients.ends
-
-
-def test_without_a_send_that_leads_to_it_only_this_worker_matters() -> None:
-    worker = Worker()
-    answer = worker.call(leaf())
-    weight = leaf()
-    input_gradients = worker.input_gradients(weight)
-    assert node_of(answer) not in input_gradients.ends
-
-
-def test_a_received_tensor_may_be_asked_for() -> None:
-    worker = Worker()
-    given = worker.receive()
-    worker.call(given)
-    assert node_of(given) in worker.input_gradients(given).stops
-
-
-def test_a_tensor_that_is_asked_for_twice_is_noted_once() -> None:
-    worker = Worker()
-    first = leaf()
-    second = first * 2
-    input_gradients = worker.input_gradients(second, second, first)
-    assert input_gradients.passed == [place_of(second)]
-    sink = input_gradients.sink_beside(lambda pairs, borrowed: pytest.fail("no leaf is left over"))
-    sink([(place_of(second), torch.ones(2)), (first, torch.ones(2))], ())  # type: ignore[list-item]
-    sink([(first, torch.ones(2))], ())
-    found = [gradient.tolist() for gradient in input_gradients.results() if gradient is not None]
-    assert found == [[1, 1], [1, 1], [2, 2]]
-
-
-def test_other_leaves_are_left_to_others() -> None:
-    worker, others = Worker(), []
-    first, second = leaf(), leaf()
-    input_gradients = worker.input_gradients(first, for_inputs=False)
-    sink = input_gradients.sink_beside(lambda pairs, borrowed: others.extend(pairs))
-    sink([(first, torch.ones(2)), (second, torch.zeros(2))], ())
-    assert [key is second for key, _ in others] == [True]
-
-
 def test_replaced_results_are_gone_on_from_in_the_order_of_the_program() -> None:
     worker = Worker()
     first = worker.call(leaf())
@@ -158,16 +85,6 @@ def test_replaced_results_are_gone_on_from_in_the_order_of_the_program() -> None
     assert started == [[[2.0, 2.0]], [[3.0, 3.0]]]
 
 
-def test_all_that_was_received_before_is_found_by_way_of_others() -> None:
-    worker = Worker()
-    first = worker.call(leaf())
-    second = worker.call(first * 2)
-    worker.receive()
-    roots = roots_of([second.sum()])
-    found = [receive.nodes for receive in receives_before(worker.context, roots)]
-    assert found == [[node_of(second)], [node_of(first)]]
-
-
 @pytest.mark.parametrize(
     ("inputs", "error", "text"),
     [
@@ -180,12 +97,6 @@ def test_all_that_was_received_before_is_found_by_way_of_others() -> None:
 def test_what_has_no_gradient_is_told(inputs: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         checked_inputs(inputs)
-
-
-def test_inputs_may_be_one_tensor_or_come_from_a_generator() -> None:
-    tensor = leaf()
-    assert checked_inputs(tensor) == [tensor]
-    assert checked_inputs(each for each in [tensor]) == [tensor]
 
 
 def test_a_pass_is_kept_from_what_is_behind_a_result_that_has_been_replaced() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.autograd import hooks
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.local_pass import LocalPass
@@ -80,18 +79,3 @@ def test_prehooks_may_replace_the_gradient_that_the_context_gets() -> None:
     context = Context(1, 0)
     backward(context, doubled.sum())
     assert context.get_gradients()[leaf].tolist() == [10.0, 10.0]
-
-
-def test_nodes_without_hooks_are_not_looked_at_before_the_program_has_registered_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hooks, "has_node_hooks", False)
-    looked: list[object] = []
-    monkeypatch.setattr(hooks, "_hooks_of", lambda register: looked.append(register) or [])
-    leaf = torch.nn.Parameter(torch.ones(2))
-    doubled = leaf * 2
-    backward(Context(1, 0), doubled.sum())
-    assert not looked
-    watch(doubled)
-    backward(Context(2, 0), doubled.sum())
-    assert looked

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
-from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.local_pass import LocalPass
 
@@ -54,34 +53,3 @@ def test_it_waits_for_a_message_that_may_still_be_live_until_that_is_settled() -
         else:
             local.finish_hooks()
         assert seen == [[True, False]]
-
-
-def test_a_tensor_that_nothing_was_computed_from_is_not_waited_for() -> None:
-    parts = [leaf() * 2, leaf() * 3]
-    seen: list[Any] = []
-    register_multi_grad_hook(parts, lambda found: seen.append(gradient_bits(found)))
-    context = Context(1, 0)
-    number = context.record_send([parts[0]], 1)
-    local = LocalPass(context)
-    local.arrive(number, [torch.ones(2)])
-    local.work()
-    assert seen == [[True, False]]
-
-
-def test_the_first_gradient_of_a_pass_calls_it_in_the_mode_any() -> None:
-    parts = [leaf() * 2, leaf() * 3]
-    seen: list[Tensor] = []
-    handle = register_multi_grad_hook(parts, seen.append, mode="any")
-    for _ in range(2):
-        context = Context(1, 0)
-        local = LocalPass(context, PassMode(retain_graph=True))
-        numbers = [context.record_send([part * 1], 1) for part in parts]
-        for number in numbers:
-            local.arrive(number, [torch.ones(2)])
-            local.work()
-    assert len(seen) == 2
-    torch.autograd.backward([part.sum() for part in parts], retain_graph=True)
-    assert len(seen) == 3
-    handle.remove()
-    torch.autograd.backward([part.sum() for part in parts])
-    assert len(seen) == 3

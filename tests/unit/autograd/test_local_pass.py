@@ -23,9 +23,8 @@ from tests.unit.autograd.cluster import (
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.local_pass import LocalPass
-from torchweft.engine.protocol import backward as protocol
 from torchweft.engine.protocol.backward import Progress
-from torchweft.errors import ArgumentTypeError, AutogradError, ProtocolError
+from torchweft.errors import AutogradError, ProtocolError
 
 T = TypeVar("T")
 
@@ -75,11 +74,6 @@ def test_gradients_of_gradients_of_what_was_written_to_a_view() -> None:
     (gradient,) = torch.autograd.grad(loss, wanted, create_graph=True)
     (second,) = torch.autograd.grad([norm(gradient), loss], wanted)
     torch.testing.assert_close(found, gradient + second)
-
-
-def test_unused_results_cost_no_gradient_message() -> None:
-    cluster = check(programs.dead_branches)
-    assert cluster.messages[protocol.Gradients] == 2
 
 
 def test_hooks_at_a_cut_see_the_whole_gradient_once() -> None:
@@ -138,31 +132,6 @@ def test_reentrant_checkpointing_is_refused_and_adds_to_nothing(is_cut: bool) ->
     assert weight.grad is None
 
 
-def test_roots_are_checked() -> None:
-    local = LocalPass(Context(1, 0))
-    with pytest.raises(AutogradError, match="at least one"):
-        local.start([])
-    with pytest.raises(AutogradError, match="does not require grad"):
-        local.start([torch.ones(())])
-    with pytest.raises(AutogradError, match="not a scalar"):
-        local.start([torch.ones(3, requires_grad=True)])
-    with pytest.raises(ArgumentTypeError, match="root 0 is a float, not a tensor"):
-        local.start([3.0])  # type: ignore[list-item]
-    with pytest.raises(ArgumentTypeError, match="not None"):
-        local.start(None)  # type: ignore[arg-type]
-
-
-def test_what_only_dead_sends_share_does_not_wait() -> None:
-    context = Context(1, 0)
-    weight = torch.nn.Parameter(torch.ones(2))
-    used, unused = (context.record_send([weight * factor], 1) for factor in (1, 10))
-    local = LocalPass(context)
-    local.arrive(used, [torch.ones(2)])
-    assert local.work() == ([], Progress(walked=[used], executed=[used]))
-    assert context.get_gradients()[weight].tolist() == [1.0, 1.0]
-    assert context.send(unused) is not None
-
-
 def local_pass_with_two_sends() -> tuple[LocalPass, Context, Tensor, list[int]]:
     """Returns a pass with two sends that share a node and reach message 99 of worker 1."""
     context = Context(1, 0)
@@ -198,43 +167,6 @@ def test_shared_nodes_wait_for_all_their_sends() -> None:
     assert local.work() == ([], Progress())
 
 
-def test_shared_nodes_run_once_it_is_settled_that_a_send_is_dead() -> None:
-    local, context, weight, (_, second) = local_pass_with_two_sends()
-    local.arrive(second, [torch.ones(2)])
-    local.work()
-    local.settle()
-    outgoing, progress = local.work()
-    assert [number for _, number, _ in outgoing] == [99]
-    assert progress == Progress(executed=[second], answered=[99])
-    assert context.get_gradients()[weight].tolist() == [10.0, 10.0]
-
-
-def test_what_only_dead_sends_reach_is_not_answered() -> None:
-    context = Context(1, 0)
-    (needed,) = context.record_receive(98, 1, [torch.ones(2)], [1])
-    (unneeded,) = context.record_receive(99, 1, [torch.ones(2)], [1])
-    live = context.record_send([needed * 2], 1)
-    context.record_send([needed * unneeded], 1)
-    local = LocalPass(context)
-    local.announce([live])
-    assert local.work() == ([], Progress(walked=[live], reached=[98]))
-    local.settle()
-    local.arrive(live, [torch.ones(2)])
-    outgoing, progress = local.work()
-    assert [number for _, number, _ in outgoing] == [98]
-    assert progress == Progress(executed=[live], answered=[98])
-
-
-def test_news_of_what_has_run_is_without_effect() -> None:
-    local, _, _, message_ids = local_pass_with_two_sends()
-    for message_id in message_ids:
-        local.arrive(message_id, [torch.ones(2)])
-    local.work()
-    local.announce(message_ids)
-    local.settle()
-    assert local.work() == ([], Progress())
-
-
 def test_gradients_that_are_not_due_are_refused() -> None:
     local, _, _, (first, _) = local_pass_with_two_sends()
     with pytest.raises(ProtocolError, match="1 tensors"):
@@ -246,33 +178,6 @@ def test_gradients_that_are_not_due_are_refused() -> None:
         local.arrive(first, [torch.ones(2)])
     with pytest.raises(ProtocolError, match="not among those sent"):
         local.announce([12345])
-
-
-def test_a_closed_pass_runs_nothing() -> None:
-    local, context, _, (first, second) = local_pass_with_two_sends()
-    local.arrive(first, [torch.ones(2)])
-    local.close()
-    assert local.work() == ([], Progress())
-    with pytest.raises(ProtocolError, match="not among those sent"):
-        local.arrive(second, [torch.ones(2)])
-    assert context.get_gradients() == {}
-
-
-def test_messages_of_a_straight_program() -> None:
-    cluster = Cluster(repeats=0)
-    cluster.backward(programs.chain(cluster))
-    assert cluster.messages == {protocol.Gradients: 8}
-
-
-def test_messages_of_calls_within_calls() -> None:
-    cluster = Cluster(repeats=0)
-    value = cluster.parameter(0, "x", 3) * 1
-    there = cluster.send(0, 1, value)[0]
-    further = cluster.send(1, 2, there * 2)[0]
-    back = cluster.send(2, 1, further * cluster.parameter(2, "w", 3))[0]
-    result = cluster.send(1, 0, back.exp())[0]
-    cluster.backward([result.sum()])
-    assert cluster.messages == {protocol.Gradients: 4}
 
 
 def test_a_sparse_gradient_of_a_leaf_that_was_sent_stays_sparse_beside_gates() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests import higher_order_programs, higher_order_sites
-from tests.higher_order_random import random_program
-from tests.higher_order_sites import Outcome, Site, Tensors, assert_equal, expected, moved_with
+from tests.higher_order_sites import Outcome, assert_equal
 from tests.thorough import CHECKED, examples, lots, spread
 from tests.unit.autograd import programs
 from tests.unit.autograd.cluster import Cluster, SingleProcess, World
@@ -20,116 +17,6 @@ from tests.unit.autograd.cluster import Program as WorldProgram
 TOLERANCE = 1e-12
 RANDOM_TOLERANCE = 1e-10
 """For programs whose functions may be steep enough to amplify rounding errors."""
-
-
-class ClusterSite(Site):
-    """A worker of an in-process cluster."""
-
-    def __init__(self, worker: int, sites: list[ClusterSite], cluster: Cluster) -> None:
-        self.worker = worker
-        self.state = {}
-        self.parameters: dict[str, torch.nn.Parameter] = {}
-        self._sites = sites
-        self._cluster = cluster
-
-    def parameter(self, name: str, *shape: int) -> torch.nn.Parameter:
-        if name not in self.parameters:
-            self.parameters[name] = higher_order_sites.initial(self.worker, name, *(shape or (3,)))
-        return self.parameters[name]
-
-    def start(
-        self, worker: int, function: Callable[..., Any], *arguments: Any
-    ) -> Callable[[], Any]:
-        other = self._sites[worker]
-        if other is self:
-            result = function(other, *arguments)
-        else:
-            result = function(other, *self._moved(arguments, self, other))
-            result = self._moved(result, other, self)
-        return lambda: result
-
-    def _moved(self, value: Any, source: Site, destination: Site) -> Any:
-        def send(tensors: list[Tensor]) -> list[Tensor]:
-            return self._cluster.send(source.worker, destination.worker, *tensors)
-
-        return moved_with(send, value)
-
-    def grad(
-        self,
-        outputs: Tensors,
-        inputs: Tensors,
-        grad_outputs: Any = None,
-        *,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        allow_unused: bool = False,
-    ) -> tuple[Tensor, ...]:
-        found = self._cluster.grad(
-            _listed(outputs),
-            _listed(inputs),
-            None if grad_outputs is None else _listed(grad_outputs),
-            self.worker,
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-        )
-        assert allow_unused or None not in [each if each is None else 0 for each in found]
-        return tuple(found)  # type: ignore[arg-type]
-
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        grad_tensors: Sequence[Tensor | None] | None = None,
-        *,
-        retain_graph: bool = False,
-        create_graph: bool = False,
-    ) -> None:
-        self._cluster.backward(
-            roots,
-            self.worker,
-            grad_tensors=grad_tensors,
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-        )
-
-    def gradients(self) -> dict[str, Tensor]:
-        found = self._cluster.contexts[self.worker].get_gradients()
-        return {name: found[leaf] for name, leaf in self.parameters.items() if leaf in found}
-
-
-def _listed(tensors: Any) -> list[Any]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def outcome_on_a_cluster(program: higher_order_sites.Program, seed: int) -> Outcome:
-    """Runs a program on a cluster whose messages come in an order drawn from ``seed``."""
-    cluster = Cluster(seed=seed)
-    sites: list[ClusterSite] = []
-    sites += [ClusterSite(worker, sites, cluster) for worker in range(len(cluster.contexts))]
-    results = list(program(sites[0]))
-    tables = {
-        (site.worker, name): gradient
-        for site in sites
-        for name, gradient in site.gradients().items()
-    }
-    for context in cluster.contexts:
-        context.clear()
-    return results, tables
-
-
-@pytest.mark.parametrize("program", higher_order_programs.ALL, ids=lambda each: each.__name__)
-def test_programs_equal_a_single_process(program: higher_order_sites.Program) -> None:
-    wanted = expected(program)
-    for seed in range(examples(4)):
-        assert_equal(outcome_on_a_cluster(program, seed), wanted, TOLERANCE, f"seed {seed}")
-
-
-@pytest.mark.parametrize("lot", lots(200, 50), ids=str)
-def test_random_programs_equal_a_single_process(lot: range) -> None:
-    for seed in lot:
-        program = random_program(seed)
-        actual = outcome_on_a_cluster(program, seed)
-        what = f"program {seed}:\n{program.__doc__}"
-        assert_equal(actual, expected(program), RANDOM_TOLERANCE, what)
 
 
 # Runs the programs of the first-order tests, and differentiates the gradients they leave.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.unit.autograd import awkward_programs, programs
+from tests.unit.autograd import awkward_programs
 from tests.unit.autograd.cluster import Cluster
 from torchweft.autograd.local_pass import enable_zeros
 
@@ -26,18 +26,3 @@ def test_the_remote_part_of_a_result_without_gradient_runs() -> None:
     # All tensors of the message get zeros: those used without a gradient, and unused ones.
     assert gradients[1, "v"].tolist() == gradients[0, "y"].tolist() == [0.0, 0.0, 0.0]
     torch.testing.assert_close(gradients[1, "w"], cluster.parameters[0, "x"].detach())
-
-
-def test_what_a_pass_does_not_reach_gets_nothing() -> None:
-    cluster = Cluster()
-    cluster.backward(programs.dead_branches(cluster))
-    assert cluster.gradients().keys() == {(0, "x"), (2, "w")}
-
-
-def test_gradients_of_certain_tensors_are_as_ever() -> None:
-    cluster = Cluster()
-    used, unused = cluster.send(0, 1, *[cluster.parameter(0, name, 3) * 2 for name in "xy"])
-    result = cluster.send(1, 0, used.exp())[0]
-    inputs = [cluster.parameters[0, name] for name in "xy"]
-    assert cluster.grad([result.sum()], inputs)[1] is None
-    assert unused.requires_grad

@@ -19,7 +19,7 @@ from tests.unit.autograd.cluster import (
 )
 from torchweft.autograd.contexts import Context, make_placeholders
 from torchweft.autograd.local_pass import LocalPass
-from torchweft.autograd.outside import Ends, OutsideRecords
+from torchweft.autograd.outside import OutsideRecords
 
 
 def received(records: OutsideRecords, message_id: int, *tensors: Tensor) -> list[Tensor]:
@@ -109,17 +109,6 @@ def test_a_receive_ends_with_the_last_graph_that_leads_to_it() -> None:
     assert records.count() == (0, 0)
 
 
-def test_a_message_that_another_worker_numbers_alike_does_not_end_a_receive() -> None:
-    records = OutsideRecords(0)
-    kept = received(records, 7, torch.ones(2))
-    records.give_back(2, 7)
-    assert records.take_ended() == {2: [7]}
-    assert records.count() == (0, 1)
-    del kept
-    assert records.take_ended() == {1: [7]}
-    assert records.count() == (0, 0)
-
-
 def test_a_send_ends_when_its_receiver_says_so_or_is_lost() -> None:
     records = OutsideRecords(0)
     tensor = torch.ones(2, requires_grad=True) * 2
@@ -133,22 +122,6 @@ def test_a_send_ends_when_its_receiver_says_so_or_is_lost() -> None:
     records.take_back(ids[3])
     assert records.sends() == []
     assert records.send(ids[3]) is None
-
-
-def test_walks_end_at_placeholders_of_this_group_only() -> None:
-    records, others = OutsideRecords(0), OutsideRecords(0)
-    reached: list[int] = []
-    context = Context(9, 0)
-    (here,) = received(records, 7, torch.ones(2))
-    (there,) = received(others, 8, torch.ones(2))
-    ends = Ends(records, context.receive_of, reached.append)
-    assert here.grad_fn is not None
-    assert there.grad_fn is not None
-    found = ends.get(here.grad_fn)
-    assert found is not None
-    assert found.message_id == 7
-    assert ends.get(there.grad_fn) is None
-    assert reached == [1]
 
 
 def test_a_pass_lets_go_of_the_graphs_of_unreachable_messages() -> None:

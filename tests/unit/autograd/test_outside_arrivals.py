@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from torchweft.autograd.outside import Arrivals, OutsideRecords
-from torchweft.engine.wire.messages import NO_GRAD
 from torchweft.errors import AutogradError
 
 
@@ -32,24 +30,6 @@ def test_a_pass_that_ends_in_one_raises_and_says_what_to_write() -> None:
     assert caught.value.worker == "worker1"
     with pytest.raises(AutogradError):
         second.sum().backward()
-
-
-def test_it_can_be_written_to() -> None:
-    (tensor,) = placed(False, torch.ones(2))
-    tensor *= 2
-    assert torch.equal(tensor, torch.full((2,), 2.0))
-
-
-def test_a_parameter_stays_one() -> None:
-    (tensor,) = placed(False, Parameter(torch.ones(2)))
-    assert isinstance(tensor, Parameter)
-    assert not tensor.is_leaf
-
-
-def test_for_a_call_under_no_grad_it_is_a_constant() -> None:
-    for warns in (False, True):
-        (tensor,) = placed(warns, torch.ones(2, requires_grad=True), context_id=NO_GRAD)
-        assert not tensor.requires_grad
 
 
 def test_where_it_only_warns_it_is_a_leaf() -> None:

@@ -14,10 +14,9 @@ import pytest
 from torchweft.autograd import passes
 from torchweft.autograd.codec import HEAD_BYTES, PassMode
 from torchweft.autograd.contexts import Context
-from torchweft.autograd.data_parallel import AVERAGING
 from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.passes import LedPass, Passes, PassPart
-from torchweft.engine.protocol.backward import Gradients, Participant, Progress, Report
+from torchweft.engine.protocol.backward import Participant
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.errors import BackwardTimeout
@@ -45,25 +44,6 @@ def led() -> LedPass:
 
 def soon() -> float:
     return time.monotonic() + 60.0
-
-
-def test_of_several_items_the_first_has_the_handling_scheduled() -> None:
-    made = part()
-    assert [made.put(ITEM) for _ in range(2)] == [True, False]
-    assert made.take_all() == [ITEM, ITEM]
-    assert not made.put(ITEM), "the thread that has taken items looks again"
-    assert made.take_all() == [ITEM]
-    assert made.take_all() == []
-    assert made.put(ITEM)
-
-
-def test_nothing_is_scheduled_for_the_thread_that_leads() -> None:
-    made = led()
-    for _ in range(2):
-        assert not made.put(ITEM)
-        assert made.take_all() == [ITEM]
-        assert made.take_all() == []
-    assert made.is_under_way
 
 
 class _Lock:
@@ -199,14 +179,6 @@ def test_a_wait_ends_whatever_step_an_item_or_the_end_comes_at(
     assert made.wait(soon())
 
 
-def test_another_thread_wakes_the_thread_that_waits() -> None:
-    made = part()
-    thread = threading.Timer(0.01, made.put, (ITEM,))
-    thread.start()
-    assert made.wait(soon())
-    thread.join()
-
-
 def test_a_wait_ends_at_its_deadline_with_the_name_of_the_worker() -> None:
     made = part()
     made._awaited = 1
@@ -219,15 +191,3 @@ def test_a_wait_ends_when_the_worker_shuts_down(monkeypatch: pytest.MonkeyPatch)
     made = part()
     made._agent.reactor.is_closing = True
     assert not made.wait(soon())
-
-
-def test_a_part_that_averages_says_so_in_reports() -> None:
-    made, shown = part(), []
-    reactor = made._agent.reactor
-    reactor.waiting = lambda parts: contextlib.nullcontext(shown.append(parts))
-    average: Any = SimpleNamespace(average=lambda: Progress(executed=[5]))
-    made.machine.receive(1, Gradients(5, ()))
-    (send,) = made._average(average)
-    assert send.message == Report(Progress(executed=[5]))  # type: ignore[union-attr]
-    ((wait,),) = [parts() for parts in shown]
-    assert (wait.name, wait.workers) == (AVERAGING, ())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch.nn import Parameter, utils
-from torch.optim import LBFGS, SGD
+from torch.optim import SGD
 
 from torchweft.autograd import refusals
 from torchweft.autograd.contexts import Contexts
@@ -37,16 +37,6 @@ def test_a_step_says_where_the_gradients_are(parameter: Parameter) -> None:
     refusals.leave_out(optimizer)
     optimizer.step()
     SGD([Parameter(torch.zeros(2))], lr=0.1).step()
-
-
-def test_a_step_with_gradients_or_a_closure_is_left_alone(parameter: Parameter) -> None:
-    def closure() -> torch.Tensor:
-        loss = parameter.sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    LBFGS([parameter], max_iter=1).step(closure)  # type: ignore[no-untyped-call]
-    SGD([parameter], lr=0.1).step()
 
 
 def test_functions_that_clip_name_another_way(parameter: Parameter) -> None:
