@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from tests.memory_counts import first_for, held_counts
 from tests.unit.engine.channels.home import Posts, SomePeer, make_home
 from torchweft import knobs
 from torchweft.engine.channels.channel import (
-    UNTRIED,
     CannotGet,
     Channel,
     Entry,
@@ -168,26 +166,6 @@ def test_a_finalizer_may_use_what_is_letting_go_of_it(fakes: list[Fake]) -> None
     assert seen == [(0, 0)]
 
 
-def test_tokens_of_many_threads_differ(fakes: list[Fake]) -> None:
-    held, tokens = Held(), list[int]()
-
-    def hold_and_release() -> None:
-        for number in range(300):
-            tokens.append(held_one(held, fakes[0], memoryview(bytes(3))))
-            if number % 2:
-                held.release(tokens[-1])
-
-    threads = [threading.Thread(target=hold_and_release) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for token in tokens:
-        held.release(token)
-    assert len(set(tokens)) == 900
-    assert held_counts(held) == (0, 0)
-
-
 # Sending
 
 
@@ -213,17 +191,6 @@ def test_a_buffer_takes_the_first_channel_that_has_room(
     assert [fake.events for fake in fakes] == [[], ["begin 1"], []]
     peer.held.release(parcel.token)
     assert held_counts(peer.held) == (0, 0)
-
-
-def test_nothing_is_held_for_a_channel_whose_buffers_come_back_otherwise(
-    channels: TensorMessages, fakes: list[Fake], peer: Any
-) -> None:
-    fakes[0].room = fakes[1].room = 0
-    parcel = channels.put(peer, tensors(500))
-    assert channels.count(peer, parcel) == {"sent free": 500}
-    assert held_counts(peer.held) == (0, 0)
-    parcel.take_back()
-    assert fakes[2].events == ["taken back"]
 
 
 def test_a_channel_that_raises_leaves_nothing(
@@ -267,33 +234,6 @@ def test_a_channel_of_another_version_is_refused(channels: TensorMessages, peer:
 # Ways
 
 
-def test_sizes_decide_once_the_peer_has_confirmed(fakes: list[Fake]) -> None:
-    ways = Ways("ps", fakes)
-    assert first_for(ways, MIB) == "stream"
-    assert all("not confirmed" in ways.obstacles()[fake.name] for fake in fakes)
-    ways.confirm({"next": ""})
-    sizes = [0, ways.inline_limit_bytes, ways.inline_limit_bytes + 1]
-    assert [first_for(ways, size) for size in sizes] == ["inline", "inline", "next"]
-    assert ways.sizes() == [("next", 200)]
-
-
-def test_a_verdict_changes_only_what_it_names(fakes: list[Fake]) -> None:
-    ways = Ways("ps", fakes)
-    ways.confirm({"next": ""})
-    ways.confirm({"best": "", "a channel of a later version": ""})
-    assert first_for(ways, MIB) == "best"
-    ways.confirm({"best": "gone"})
-    assert first_for(ways, MIB) == "next"
-    assert ways.obstacles()["best"] == "gone"
-
-
-def test_what_cannot_be_received_may_still_be_sent(fakes: list[Fake]) -> None:
-    ways = Ways("ps", fakes, {"best": "not permitted here"})
-    ways.confirm({"best": ""})
-    assert first_for(ways, MIB) == "best"
-    assert ways.verdict() == {"best": "not permitted here"}
-
-
 @pytest.mark.parametrize("verdict", [None, {"best": 0}, "best"])
 def test_what_is_no_verdict_is_refused(fakes: list[Fake], verdict: object) -> None:
     with pytest.raises(ProtocolError):
@@ -316,16 +256,3 @@ def test_giving_up_warns_once_and_lasts(
         "tensors to worker 'trainer3' no longer travel by best, but by next: "
         "Operation not permitted"
     )
-
-
-def test_a_channel_with_a_trial_counts_as_used_after_it(fakes: list[Fake]) -> None:
-    fakes[0].is_tried = True  # type: ignore[misc]
-    ways = Ways("ps", fakes)
-    ways.confirm({"best": ""})
-    assert first_for(ways, MIB) == "best"
-    assert ways.obstacles()["best"] == UNTRIED
-    ways.prove(fakes[0])
-    assert ways.obstacles()["best"] == ""
-    ways.give_up("best", "the cable is out")
-    ways.prove(fakes[0])
-    assert ways.obstacles()["best"] == "the cable is out"

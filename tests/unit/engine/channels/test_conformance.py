@@ -22,7 +22,6 @@ from torchweft import knobs
 from torchweft.engine.channels import cuda, rdma
 from torchweft.engine.channels.channel import UNTRIED, CannotGet, Channel, Entry, NotInTime
 from torchweft.engine.channels.channels import CHANNELS
-from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker import tensor_messages
 from torchweft.engine.worker.peers import Peer
@@ -153,14 +152,6 @@ def test_received_memory_is_writable_and_independent(pair: Pair) -> None:
     assert all(tensor.min() == 255 for tensor in first)
 
 
-def test_buffers_keep_their_order(pair: Pair) -> None:
-    pair.warm_up(MIB)
-    sizes = [3, FROM, 0, 1, MIB, 64, 0, FROM + 5]
-    sent = [pair.tensor(size, seed) for seed, size in enumerate(sizes)]
-    arrived = pair.bring(*sent)
-    assert all(torch.equal(*both) for both in zip(arrived, sent, strict=True))
-
-
 def test_the_sender_lets_go_once_the_buffers_were_read(pair: Pair) -> None:
     pair.warm_up(MIB)
     for _ in range(3):
@@ -273,12 +264,3 @@ def test_one_message_may_take_several_channels() -> None:
         moved = pair.peer.moved
         assert moved["sent shm"] == 500 * KIB
         assert moved["sent cma"] + moved["sent striped"] == 8 * MIB
-
-
-def test_frames_of_other_kinds_reach_their_handlers(pair: Pair) -> None:
-    """A channel's own messages disturb no others."""
-    got: list[Frame] = []
-    pair.second.agent.receiver.on(Kind.CANCEL, lambda peer, frame: got.append(frame), inline=True)
-    pair.warm_up(MIB)
-    pair.first.agent.sender.post_ints(pair.peer, Kind.CANCEL, 5)
-    wait_until(lambda: got)

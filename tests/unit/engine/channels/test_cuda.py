@@ -19,7 +19,7 @@ from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker import tensor_messages
 from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.tensor_messages import TensorMessage
-from torchweft.errors import ProtocolError, SerializationError
+from torchweft.errors import ProtocolError
 
 CUDA = torch.device("cuda", 0)
 
@@ -90,17 +90,6 @@ def test_a_range_of_an_allocation_is_copied(
     check(received.next(), [whole[300:800]])
 
 
-def test_memory_of_the_host_and_of_devices_goes_in_one_message(
-    driver: FakeDriver, pair: list[Member], received: Received
-) -> None:
-    for size in (10, 100_000, 3_000_000):
-        tensors = [torch.randn(size), driver.allocate(torch.randn(500)), torch.arange(size)]
-        send(pair, tensors)
-        check(received.next(), tensors)
-    assert driver.pulls == 3
-    wait_until(lambda: not held(pair))
-
-
 def test_small_tensors_go_through_the_host_if_their_values_are_there(
     driver: FakeDriver, pair: list[Member], received: Received
 ) -> None:
@@ -166,23 +155,6 @@ def test_a_receiver_without_memory_fails_and_the_sender_is_told(
     wait_until(lambda: not held(pair))
 
 
-def test_a_device_that_the_receiver_lacks_is_named_and_the_sender_is_told(
-    driver: FakeDriver,
-    pair: list[Member],
-    received: Received,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(table: object, worker: str = "") -> dict[int, torch.device | None]:
-        raise SerializationError("this worker has no cuda device")
-
-    monkeypatch.setattr(tensor_messages, "devices_of", refuse)
-    send(pair, [driver.allocate(torch.randn(1000))])
-    error = received.failure()
-    assert isinstance(error, SerializationError)
-    assert "no cuda device" in str(error)
-    wait_until(lambda: not held(pair))
-
-
 def test_a_range_beyond_the_allocation_is_refused(
     driver: FakeDriver,
     pair: list[Member],
@@ -217,16 +189,6 @@ def test_freed_memory_is_forgotten(
     driver.free(tensor)
     wait_until(lambda: not exports._allocations)
     wait_until(lambda: not driver.opened)
-
-
-def test_an_idle_mapping_ends_and_is_made_again(
-    driver: FakeDriver, pair: list[Member], received: Received
-) -> None:
-    tensor = driver.allocate(torch.randn(1000))
-    for _ in range(2):
-        send(pair, [tensor])
-        check(received.next(), [tensor])
-        wait_until(lambda: not driver.opened)
 
 
 def test_few_events_serve_many_messages(

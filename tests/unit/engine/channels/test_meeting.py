@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import json
 import os
 import socket
 import threading
@@ -14,15 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.memory_counts import pool_counts, shared_counts
 from tests.unit.engine.channels.home import SomePeer, make_home
 from tests.unit.engine.channels.processes import dead_pid
 from tests.unit.engine.worker.group import KEY, group_of
 from torchweft import knobs
 from torchweft.engine.channels import rdma
 from torchweft.engine.channels.channel import Meeting
-from torchweft.engine.channels.channels import Channels, close_all, read_description
-from torchweft.engine.channels.pull import NONCE_BYTES, Pull, find_obstacle
+from torchweft.engine.channels.channels import Channels, close_all
+from torchweft.engine.channels.pull import NONCE_BYTES, Pull
 from torchweft.engine.channels.rdma import Rdma
 from torchweft.engine.channels.shm import SharedMemory
 from torchweft.engine.io.handshake import Greeting, Handshake, NotProven
@@ -33,15 +31,13 @@ from torchweft.engine.worker import connecting
 from torchweft.engine.worker.connecting import send_verdict
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import ProtocolError
-from torchweft.probe import Facts, read_facts
+from torchweft.probe import read_facts
 from torchweft.secret import Secret
 
 MIB = 1 << 20
 
 _nonce = ctypes.create_string_buffer(b"a nonce of a peer"[:NONCE_BYTES], NONCE_BYTES)
 _ADDRESS = ctypes.addressof(_nonce)
-_obstacle = find_obstacle(os.getpid(), _ADDRESS, _nonce.raw)
-needs_cma = pytest.mark.skipif(bool(_obstacle), reason=f"no cma here: {_obstacle}")
 
 
 @pytest.fixture
@@ -65,12 +61,6 @@ def peer() -> SomePeer:
 
 
 # Descriptions
-
-
-def test_a_description_survives_json(ours: Channels) -> None:
-    facts, by_name = read_description(json.loads(json.dumps(ours.describe())))
-    assert facts == read_facts()
-    assert by_name["shm"] == {"nonce": ours.of(SharedMemory).describe()["nonce"]}
 
 
 @pytest.mark.parametrize(
@@ -98,21 +88,6 @@ def test_malformed_descriptions_are_refused(
         ours.meet(peer, pair[0], ours.describe() | change, [])
 
 
-def test_what_is_no_object_is_refused(
-    ours: Channels, peer: SomePeer, pair: tuple[socket.socket, socket.socket]
-) -> None:
-    with pytest.raises(ProtocolError):
-        ours.meet(peer, pair[0], ["nonce"], [])
-
-
-def test_a_channel_that_the_peer_does_not_know_has_an_obstacle(
-    ours: Channels, peer: SomePeer, pair: tuple[socket.socket, socket.socket]
-) -> None:
-    told = {name: each for name, each in ours.describe().items() if name != "shm"}
-    ours.meet(peer, pair[0], told, [])
-    assert "handed over no shared memory" in peer.ways.verdict()["shm"]
-
-
 # Pulling
 
 
@@ -120,11 +95,6 @@ def meeting(told: dict[str, object] | None = None, **there: Any) -> Meeting:
     facts = read_facts()
     told = {"address": _ADDRESS, "nonce": _nonce.raw.hex()} if told is None else told
     return Meeting(facts, dataclasses.replace(facts, **there), told)
-
-
-@needs_cma
-def test_a_peer_of_the_same_host_and_user_is_pulled_from(peer: SomePeer) -> None:
-    assert Pull(make_home()).accept(peer, meeting()) == ""
 
 
 @pytest.mark.parametrize(
@@ -140,13 +110,6 @@ def test_facts_that_rule_it_out_are_named(
     peer: SomePeer, facts: dict[str, object], reason: str
 ) -> None:
     assert reason in Pull(make_home()).accept(peer, meeting(**facts))
-
-
-def test_facts_unknown_on_both_sides_are_not_equal(peer: SomePeer) -> None:
-    for facts in ({"boot_id": ""}, {"pid_namespace": 0}):
-        unknown: Facts = dataclasses.replace(read_facts(), **facts)  # type: ignore[arg-type]
-        both = meeting()._replace(here=unknown, there=unknown)
-        assert Pull(make_home()).accept(peer, both)
 
 
 def test_the_proof_decides(peer: SomePeer) -> None:
@@ -178,12 +141,6 @@ def test_rdma_is_for_other_hosts_unless_it_is_forced(
     assert channel.accept(peer, meeting({"obstacle": ""})) == "the peer is on this host"
     with knobs.RDMA.override("1"):
         assert not channel.accept(peer, meeting({"obstacle": ""}))
-
-
-def test_this_process_says_why_it_has_no_rdma() -> None:
-    with knobs.RDMA.override("0"):
-        assert Rdma(make_home()).describe() == {"obstacle": "WEFT_RDMA=0 is set"}
-        assert rdma.own_obstacle() == "WEFT_RDMA=0 is set"
 
 
 # Shared memory
@@ -256,18 +213,6 @@ def test_a_descriptor_that_comes_with_a_refused_greeting_is_the_caller_s(
     close_all(descriptors)
 
 
-def test_closed_channels_hand_nothing_over(
-    ours: Channels, pair: tuple[socket.socket, socket.socket]
-) -> None:
-    ours.close(0.0)
-    assert hand_over(ours, pair) == []
-
-
-def test_tcp_carries_no_descriptor(ours: Channels) -> None:
-    with socket.socket(socket.AF_INET) as connection, ours.handed_over(connection) as none:
-        assert none is None
-
-
 @pytest.mark.parametrize("dialler", [0, 1])
 def test_both_sides_of_a_connection_borrow(dialler: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def send_late(peer: Peer, link: Link) -> None:
@@ -302,24 +247,3 @@ def test_the_memory_of_a_lost_peer_is_kept_until_its_messages_are_read() -> None
         shared.tick(0.0)
         with pytest.raises(ProtocolError, match="not mapped"):
             shared._of(peer)
-
-
-def test_a_member_gives_idle_memory_back() -> None:
-    with (
-        knobs.SHM_LIMIT_BYTES.override(8 * MIB),
-        knobs.POOL_IDLE_S.override(0.0),
-        group_of(1) as [member],
-    ):
-        pool = member.agent.channels.of(SharedMemory).pool
-        assert pool is not None
-        pool.share(MIB)
-        member.agent.pool.lease(MIB)
-        assert (pool.trim(100.0), member.agent.pool.trim(100.0)) == (0, 0)
-        assert member.agent.channels.tick(5.0) == 5.0
-        assert shared_counts(pool).resident_bytes == 0
-        assert pool_counts(member.agent.pool).idle_bytes == 0
-
-
-def test_idle_memory_is_looked_for_now_and_then() -> None:
-    with knobs.POOL_IDLE_S.override(8.0), group_of(1) as [member]:
-        assert [member.agent.channels.tick(now_s) for now_s in (1.0, 4.9, 5.0)] == [5.0, 5.0, 9.0]

@@ -57,13 +57,6 @@ def job_into(into: memoryview) -> copying._Job:
     return copying._Job(source, target, into.nbytes, (PATTERN, into))
 
 
-def test_a_large_copy_is_shared_with_a_named_thread(copy: Copy) -> None:
-    into = memory()
-    copy(into)
-    assert into == PATTERN
-    assert NAME in thread_names()
-
-
 def test_a_copier_that_gets_no_thread_copies_alone_and_tries_again_later(
     copy: Copy, copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,27 +65,6 @@ def test_a_copier_that_gets_no_thread_copies_alone_and_tries_again_later(
     assert NAME not in thread_names()
     copy(memory())
     assert NAME in thread_names()
-
-
-def test_a_small_copy_starts_no_thread(copy: Copy) -> None:
-    into = memory(PIECE_BYTES - 1)
-    copy(into)
-    assert into == PATTERN[: PIECE_BYTES - 1]
-    assert NAME not in thread_names()
-
-
-def test_nothing_is_written_past_the_end(copier: Copier) -> None:
-    into = memory()
-    copy_into(copier, into, SIZE - 5)
-    assert into == PATTERN[: SIZE - 5] + bytes(5)
-
-
-def test_where_no_core_is_free_nobody_helps(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "core_is_free", lambda: False)
-    into = memory()
-    copy(into)
-    assert into == PATTERN
-    assert NAME not in thread_names()
 
 
 def test_a_core_is_free_where_fewer_threads_run_than_there_are_cores(
@@ -104,27 +76,6 @@ def test_a_core_is_free_where_fewer_threads_run_than_there_are_cores(
     for running, is_free in [(1, True), (2, True), (3, False), (12, False)]:
         (tmp_path / "loadavg").write_text(f"0.5 0.4 0.3 {running}/345 6789\n")
         assert copying.core_is_free() is is_free
-
-
-def test_a_closed_copier_copies_alone(copy: Copy, copier: Copier) -> None:
-    into = memory()
-    copy(into)
-    copier.close()
-    assert NAME not in thread_names()
-    into[:] = bytes(SIZE)
-    copy(into)
-    assert into == PATTERN
-    assert NAME not in thread_names()
-
-
-def test_many_threads_may_copy_at_once(copy: Copy) -> None:
-    targets = [memory() for _ in range(3)]
-    threads = [threading.Thread(target=copy, args=(into,)) for into in targets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(into == PATTERN for into in targets)
 
 
 def test_a_helper_that_comes_late_touches_nothing() -> None:
@@ -156,11 +107,3 @@ def test_a_helper_that_has_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert may_end.is_set()
     helper.join()
     timer.join()
-
-
-def test_a_helper_alone_does_the_whole_job() -> None:
-    into = memory()
-    job = job_into(into)
-    job.help()
-    job.finish()
-    assert into == PATTERN

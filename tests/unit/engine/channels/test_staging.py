@@ -47,34 +47,11 @@ def test_all_copies_are_enqueued_before_one_wait(gpu: FakeGpu, staging: Staging)
     assert gpu.waits == 1
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2]
-)
-def test_any_dtype_travels_as_bytes(staging: Staging, dtype: torch.dtype) -> None:
-    sent = (noise(32) % 2).view(torch.uint8).view(dtype)
-    assert bytes(staging.to_host([sent])[0]) == bytes_of(sent)
-
-
 def test_an_element_of_a_larger_tensor_and_an_empty_tensor(staging: Staging) -> None:
     column = torch.arange(6, dtype=torch.int16).view(3, 2)[1:2, 1]
     found, empty = staging.to_host([column, torch.empty(0)])
     assert np.frombuffer(found, np.int16).tolist() == [3]
     assert empty.nbytes == 0
-
-
-def test_a_message_of_empty_tensors_makes_no_call(gpu: FakeGpu, staging: Staging) -> None:
-    assert [memory.nbytes for memory in staging.to_host([torch.empty(0)])] == [0]
-    assert gpu.log == []
-
-
-def test_without_pinned_memory_other_memory_serves() -> None:
-    gpu = FakeGpu(has_pinned=False)
-    locks = PageLocks(64 * MIB, gpu)
-    sent = [noise(10), noise(MIB)]
-    memories = Staging(locks).to_host(sent)
-    assert [bytes(memory) for memory in memories] == [bytes_of(tensor) for tensor in sent]
-    assert gpu.waits == 0
-    assert locks.reserved_bytes == 0
 
 
 def test_beyond_the_limit_other_memory_serves(gpu: FakeGpu) -> None:
@@ -115,9 +92,3 @@ def test_parts_come_one_by_one(gpu: FakeGpu, staging: Staging) -> None:
     ]
     copies.wait()
     assert [bytes(memory) for memory in copies.memories] == [bytes_of(tensor) for tensor in sent]
-
-
-def test_large_copies_are_waited_for_asleep(gpu: FakeGpu, staging: Staging) -> None:
-    staging.to_host([noise(MIB)])
-    staging.to_host([noise(5 * MIB), noise(5 * MIB)])
-    assert [entry for entry in gpu.log if "mark" in entry] == ["mark", "mark, sleeping"]

@@ -7,27 +7,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from tests.memory_counts import first_for, held_counts, pool_counts
 from tests.thorough import examples
-from tests.unit.engine.worker.group import FRONT, KEY, Member, Received, group_of, wait_until
+from tests.unit.engine.worker.group import FRONT, Member, Received, group_of, wait_until
 from torchweft import knobs
 from torchweft.engine.channels import stripes as striped
 from torchweft.engine.channels.channel import Entry
 from torchweft.engine.channels.device_copies import HostCopies, Part
 from torchweft.engine.channels.memory import address_of
 from torchweft.engine.channels.stripes import Outbox, SendingConnection, Stripes
-from torchweft.engine.io import addresses
-from torchweft.engine.io.handshake import Greeting, Handshake
 from torchweft.engine.wire.frames import Buffer
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import NotInitialized, WorkerLost
-from torchweft.secret import Secret
 
 LIMIT_S = 20.0
 NEVER_BYTES = 1 << 60
@@ -178,30 +174,6 @@ def test_tensors_come_whatever_breaks_and_nothing_is_left(over: str) -> None:
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
-def test_what_cannot_go_over_broken_connections_is_supplied(
-    pair: list[Member], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The connections break after the channel was chosen and before the tensor is sent."""
-    first, second = pair
-    received = Received(second)
-    send(first, second, torch.randn(SIZE))
-    received.next()
-    data = data_of(first)._of(first.peer(second))
-    sending = data.sending
-    assert sending is not None
-    begin = Stripes.begin
-
-    def break_first(stripes: Stripes, *arguments: Any, **options: Any) -> None:
-        stripes._break_sending(first.peer(second), sending.number, "a test")
-        begin(stripes, *arguments, **options)
-
-    monkeypatch.setattr(Stripes, "begin", break_first)
-    sent = torch.randn(SIZE)
-    send(first, second, sent)
-    assert torch.equal(received.next().tensors()[0][0], sent)
-    wait_until(lambda: is_free(first, second))
-
-
 class SlowCopy(HostCopies):
     """Fills buffers in steps, as a device does that copies to the host.
 
@@ -305,27 +277,6 @@ def test_a_device_copy_that_fails_leaves_nothing_kept(pair: list[Member]) -> Non
     wait_until(lambda: is_free(first, second))
 
 
-def test_a_break_of_an_earlier_set_ends_no_later_one(pair: list[Member]) -> None:
-    first, second = pair
-    received = Received(second)
-    for _ in range(2):
-        send(first, second, torch.randn(SIZE))
-        received.next()
-        cut_data(first, second)
-        data = data_of(first)._of(first.peer(second))
-        wait_until(lambda data=data: data.sending is None)  # type: ignore[misc]
-    send(first, second, torch.randn(SIZE))
-    received.next()
-    standing = data.sending
-    assert standing is not None
-    assert standing.number == 3
-    for number in (0, 1, 2):
-        second.agent.sender.post_ints(second.peer(first), Kind.DATA_BROKEN, number)
-    send(first, second, torch.randn(SIZE))
-    received.next()
-    assert data.sending is standing
-
-
 def test_a_connection_of_a_set_that_has_broken_comes_too_late(pair: list[Member]) -> None:
     first, second = pair
     received = Received(second)
@@ -369,15 +320,6 @@ def test_a_close_ends_the_wait(pair: list[Member], monkeypatch: pytest.MonkeyPat
     assert isinstance(received.failure(), (NotInitialized, WorkerLost))
     data_of(first).close(0.01)
     assert not [thread for thread in threading.enumerate() if "-data-" in thread.name]
-
-
-def test_a_close_sends_what_is_waiting(pair: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = pair
-    received = Received(second)
-    sent = torch.randn(20 * SIZE)
-    send(first, second, sent)
-    data_of(first).close(LIMIT_S)
-    assert torch.equal(received.next().tensors()[0][0], sent)
 
 
 class OneFirst:
@@ -455,33 +397,6 @@ def test_where_no_connection_can_be_made_tensors_follow_the_message(
     assert first_for(first.peer(second).ways, NEVER_BYTES // 2) == "stream"
 
 
-def greet(member: Member, key: Secret = KEY) -> tuple[socket.socket, Handshake]:
-    """Greets a member over a new data connection, as its peer would."""
-    connection = addresses.dial(member.address, LIMIT_S)
-    handshake = Handshake.dial(connection, key, time.monotonic() + LIMIT_S)
-    handshake.send(Kind.HELLO, Greeting(0, facts={"purpose": "data", "set_number": 1}))
-    return connection, handshake
-
-
-def test_a_data_connection_is_greeted_like_any_other(pair: list[Member]) -> None:
-    first, second = pair
-    connection, handshake = greet(second)
-    with connection:
-        assert not handshake.receive(Kind.WELCOME).refusal
-        data = data_of(second)._of(second.peer(first))
-        wait_until(lambda: len(data.receiving) == 1)
-    wait_until(lambda: not data.receiving)
-    assert second.peer(first).lost is None
-
-
-def test_a_lost_peer_makes_no_data_connection(pair: list[Member]) -> None:
-    first, second = pair
-    second.peer(first).declare_lost("a test")
-    connection, handshake = greet(second)
-    with connection:
-        assert "lost worker" in handshake.receive(Kind.WELCOME).refusal
-
-
 def go_on(sender: Member, to: Member, may_go_on: threading.Event) -> None:
     """Lets connections send that ``hold_back`` has made idle."""
     may_go_on.set()
@@ -489,28 +404,6 @@ def go_on(sender: Member, to: Member, may_go_on: threading.Event) -> None:
     assert data.sending is not None
     for connection in data.sending.connections:
         data_of(sender)._pump.arm(connection.fd, connection.write())
-
-
-def test_a_wait_for_tensors_says_whose_they_are(
-    pair: list[Member], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = pair
-    received = Received(second)
-    may_go_on = hold_back(monkeypatch, 0)
-    send(first, second, torch.randn(SIZE))
-
-    def waits() -> list[Any]:
-        notes = [note() for note in list(second.agent.reactor.notes.values())]
-        return [part for note in notes if note is not None for part in note.parts()]
-
-    wait_until(waits)
-    name = first.agent.info.name
-    assert [(wait.name, wait.workers) for wait in waits()] == [
-        (f"tensors of worker {name!r}", (name,))
-    ]
-    go_on(first, second, may_go_on)
-    received.next()
-    wait_until(lambda: not second.agent.reactor.notes)
 
 
 def test_waits_beyond_the_spare_ones_count_as_running(

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tests.tables import cases
 from torchweft.engine.channels.channel import Entry
 from torchweft.engine.worker.tensor_messages import (
-    EMPTY_TABLE,
     FOLLOWS,
     BufferTable,
     decode_table,
@@ -42,26 +41,6 @@ def test_a_table_survives(token: int, others: list[Entry], fetched: Entry) -> No
     assert decode_table(data, _following(entries), LIMIT) == BufferTable(token, list(entries))
 
 
-def test_a_table_that_fetches_nothing_is_empty() -> None:
-    assert encode_table(3, []) == b""
-    assert encode_table(3, [Entry(FOLLOWS, 10), Entry(FOLLOWS, 300)]) == b""
-    assert decode_table(b"", [10, 300], LIMIT) is EMPTY_TABLE
-
-
-def test_the_layout_is_the_documented_one() -> None:
-    head = struct.pack("<QI", 5, 1)
-    assert encode_table(5, [Entry(2, 9, b"xyz")]) == head + struct.pack("<BQH", 2, 9, 3) + b"xyz"
-
-
-@given(st.binary(max_size=80))
-def test_noise_is_refused_or_read(data: bytes) -> None:
-    try:
-        table = decode_table(data, [], LIMIT)
-    except ProtocolError:
-        return
-    assert encode_table(*table) == data
-
-
 @cases(
     ("entries", "complaint"),
     [
@@ -77,14 +56,6 @@ def test_contradictions_are_refused(entries: list[tuple[int, int, bytes]], compl
     body = b"".join([struct.pack("<BQH", *each[:2], len(each[2])) + each[2] for each in entries])
     with pytest.raises(ProtocolError, match=complaint):
         decode_table(struct.pack("<QI", 1, len(entries)) + body, [10], LIMIT)
-
-
-@pytest.mark.parametrize("count", [2, 1 << 20, (1 << 32) - 1])
-def test_more_entries_than_bytes_are_refused(count: int) -> None:
-    data = bytearray(encode_table(7, MIXED[1:2]))
-    data[8:12] = struct.pack("<I", count)
-    with pytest.raises(ProtocolError, match="announces"):
-        decode_table(data, [], LIMIT)
 
 
 def test_every_truncation_is_refused() -> None:

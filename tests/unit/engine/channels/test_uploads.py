@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.unit.engine.channels.fake_gpu import UNTOUCHED, FakeGpu
-from torchweft.engine.channels.device_copies import LOCKED_FROM_BYTES, PageLock, PageLocks, Uploads
+from torchweft.engine.channels.device_copies import PageLock, PageLocks, Uploads
 from torchweft.engine.channels.memory import BufferPool, address_of, slab_size
 
 MIB = 1 << 20
@@ -42,23 +42,6 @@ def filled(pool: BufferPool, size_bytes: int) -> memoryview:
     return memory
 
 
-def test_a_tensor_is_allocated_on_a_side_stream_and_used_on_the_current_one(
-    gpu: FakeGpu, pool: BufferPool, uploads: Uploads
-) -> None:
-    memory = filled(pool, 100_000)
-    tensor = to_device(uploads, memory, DEVICE)
-    assert bytes(tensor.numpy().data) == bytes(memory)
-    assert gpu.log == [
-        "side stream",
-        "new 100000",
-        "copy 100000",
-        "mark",
-        "current stream",
-        "use",
-    ]
-    assert gpu.waits == 1
-
-
 def test_a_slab_is_locked_once_and_unlocked_before_it_is_unmapped(
     gpu: FakeGpu, pool: BufferPool, locks: PageLocks, uploads: Uploads
 ) -> None:
@@ -76,40 +59,12 @@ def test_a_slab_is_locked_once_and_unlocked_before_it_is_unmapped(
     assert locks.reserved_bytes == 0
 
 
-def test_memory_in_use_stays_locked_when_the_pool_is_trimmed(
-    gpu: FakeGpu, pool: BufferPool, uploads: Uploads
-) -> None:
-    memory = filled(pool, MIB)
-    to_device(uploads, memory, DEVICE)
-    pool.trim()
-    assert address_of(memory) in gpu.registered
-
-
-@pytest.mark.parametrize("size_bytes", [LOCKED_FROM_BYTES - 1, 17 * MIB])
-def test_small_memory_and_memory_that_the_pool_does_not_keep_is_not_locked(
-    gpu: FakeGpu, pool: BufferPool, uploads: Uploads, size_bytes: int
-) -> None:
-    memory = filled(pool, size_bytes)
-    assert bytes(to_device(uploads, memory, DEVICE).numpy().data) == bytes(memory)
-    assert gpu.registered == {}
-
-
 def test_other_memory_is_not_locked(gpu: FakeGpu, uploads: Uploads) -> None:
     memory = memoryview(bytearray(b"ab" * MIB))
     assert bytes(to_device(uploads, memory, DEVICE).numpy().data) == bytes(memory)
     assert bytes(to_device(uploads, memoryview(b"abc"), DEVICE).numpy().data) == b"abc"
     assert to_device(uploads, memoryview(b""), DEVICE).numel() == 0
     assert gpu.registered == {}
-
-
-def test_a_lock_that_fails_only_costs_speed(
-    gpu: FakeGpu, pool: BufferPool, locks: PageLocks, uploads: Uploads
-) -> None:
-    gpu.obstacle = "out of memory (2)"
-    memory = filled(pool, MIB)
-    assert bytes(to_device(uploads, memory, DEVICE).numpy().data) == bytes(memory)
-    assert locks.reserved_bytes == 0
-    assert locks.lock(1 << 40, MIB) == "out of memory (2)"
 
 
 def test_no_more_than_the_limit_is_locked(
@@ -122,22 +77,6 @@ def test_no_more_than_the_limit_is_locked(
     refused = locks.lock(1 << 40, 5 * MIB)
     assert not isinstance(refused, PageLock)
     assert "WEFT_PINNED_LIMIT_BYTES" in refused
-
-
-def test_the_copies_of_a_message_are_waited_for_together(
-    gpu: FakeGpu, pool: BufferPool, uploads: Uploads
-) -> None:
-    memories = [filled(pool, 2 * MIB), filled(pool, 100_000)]
-    tensors = uploads.to_devices(memories, [DEVICE, DEVICE])
-    assert gpu.waits == 1
-    for tensor, memory in zip(tensors, memories, strict=True):
-        assert bytes(tensor.numpy().data) == bytes(memory)
-
-
-def test_small_memory_is_taken_at_once(gpu: FakeGpu, pool: BufferPool, uploads: Uploads) -> None:
-    memory = filled(pool, 1000)
-    assert bytes(to_device(uploads, memory, DEVICE).numpy().data) == bytes(memory)
-    assert (gpu.log, gpu.waits) == (["upload 1000"], 0)
 
 
 def test_copies_that_have_begun_are_waited_for_after_a_failure(
@@ -157,13 +96,3 @@ def test_copies_that_have_begun_are_waited_for_after_a_failure(
         uploads.to_devices([memory, memory], [DEVICE, DEVICE])
     assert gpu.waits == 1
     assert bytes(made[0].numpy().data) == bytes(memory)
-
-
-def test_a_lock_ends_once(gpu: FakeGpu, locks: PageLocks) -> None:
-    lock = locks.lock(1 << 40, MIB)
-    assert isinstance(lock, PageLock)
-    assert locks.reserved_bytes == MIB
-    lock.release()
-    lock.release()
-    del lock
-    assert (gpu.registered, locks.reserved_bytes) == ({}, 0)

@@ -121,17 +121,6 @@ def test_the_first_large_tensor_goes_another_way_and_begins_a_trial(
     assert len(network.transports) == 2
 
 
-def test_the_other_direction_has_a_trial_of_its_own(
-    network: FakeNetwork, proven: list[Member], received: Received
-) -> None:
-    back = list(reversed(proven))
-    answers = Received(back[1])
-    exchange(back, answers, large())
-    wait_until(lambda: not obstacle(back))
-    exchange(back, answers, large())
-    assert len(network.transports) == 4
-
-
 def test_a_worker_without_it_opens_nothing_when_a_peer_asks(
     network: FakeNetwork, pair: list[Member]
 ) -> None:
@@ -257,21 +246,6 @@ def test_a_sender_that_is_lost_meanwhile_is_named(
     unclosed._transport.close()
 
 
-def test_the_loss_of_a_worker_ends_its_transports(
-    network: FakeNetwork, proven: list[Member], received: Received
-) -> None:
-    send(proven, [large()])
-    [got] = received.next().tensors()[0]
-    before = got.clone()
-    received.message = None
-    for one, other in (proven, reversed(proven)):
-        one.agent.lose(one.peer(other), "a test")
-    wait_until(lambda: not network.open_count)
-    assert not network.registered
-    assert not proven[0].agent.channels.of(Rdma)._budget.reserved_bytes
-    assert torch.equal(got, before)
-
-
 def test_without_room_for_slabs_tensors_take_the_next_channel(
     network: FakeNetwork, proven: list[Member], received: Received
 ) -> None:
@@ -355,12 +329,6 @@ def test_the_number_of_transports_is_limited(
     else:
         assert not network.transports
         assert obstacle(pair) == UNTRIED
-
-
-def test_closing_ends_all_transports(network: FakeNetwork, proven: list[Member]) -> None:
-    for member in proven:
-        member.tensor_messages.close()
-    assert not network.open_count
 
 
 with knobs.RDMA.override("1"):

@@ -144,18 +144,6 @@ def test_the_channel_needs_an_active_port_unless_it_is_forced(
         assert not own_obstacle()
 
 
-def test_nothing_is_imported_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rdma, "_DEVICES", Path("/none"))
-
-    def fail(name: str) -> ModuleType:
-        raise AssertionError(name)
-
-    monkeypatch.setattr(importlib, "import_module", fail)
-    for setting in ("auto", "0"):
-        with knobs.RDMA.override(setting):
-            assert own_obstacle()
-
-
 def _lacks_module(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "torch.distributed._transport", None)

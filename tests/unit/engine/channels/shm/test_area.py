@@ -4,12 +4,10 @@ import errno
 import os
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from torchweft.engine.channels import shm as layout
 from torchweft.engine.channels.shm import SLABS_OFFSET, Area, attach, create
-from torchweft.engine.io.ring import create_sealed
 
 MIB = 1 << 20
 
@@ -32,14 +30,6 @@ def test_both_mappings_are_the_same_memory(made: tuple[int, Area]) -> None:
     assert other.size_bytes == SLABS_OFFSET + 4 * MIB
 
 
-def test_words_and_slabs_do_not_overlap(made: tuple[int, Area]) -> None:
-    _, area = made
-    nonce = area.nonce
-    area.words[:] = (1 << 64) - 1
-    assert area.nonce == nonce
-    assert not area.memory[SLABS_OFFSET:].any()
-
-
 def test_a_mapping_needs_no_descriptor_and_ends_with_its_last_array() -> None:
     descriptor, area = create(MIB)
     os.close(descriptor)
@@ -56,22 +46,6 @@ def test_a_mapping_needs_no_descriptor_and_ends_with_its_last_array() -> None:
 def maps() -> str:
     with open("/proc/self/maps") as file:
         return file.read()
-
-
-def resident_bytes(descriptor: int) -> int:
-    return os.fstat(descriptor).st_blocks * 512
-
-
-def test_memory_is_taken_and_given_back(made: tuple[int, Area]) -> None:
-    descriptor, area = made
-    before = resident_bytes(descriptor)
-    area.populate(SLABS_OFFSET, 2 * MIB)
-    assert resident_bytes(descriptor) == before + 2 * MIB
-    area.memory[SLABS_OFFSET] = 1
-    area.map_pages(SLABS_OFFSET, 2 * MIB)
-    area.punch(SLABS_OFFSET, 2 * MIB)
-    assert resident_bytes(descriptor) == before
-    assert area.memory[SLABS_OFFSET] == 0
 
 
 @pytest.mark.parametrize("is_supported", [True, False])
@@ -95,11 +69,6 @@ def test_the_size_cannot_be_changed_any_more(made: tuple[int, Area]) -> None:
             os.ftruncate(descriptor, size_bytes)
 
 
-def test_the_wrong_memory_is_not_used(made: tuple[int, Area]) -> None:
-    with pytest.raises(OSError, match="other contents"):
-        attach(made[0], bytes(layout.NONCE_BYTES))
-
-
 def test_memory_that_could_be_cut_off_is_not_used() -> None:
     descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     try:
@@ -110,29 +79,6 @@ def test_memory_that_could_be_cut_off_is_not_used() -> None:
         os.close(descriptor)
 
 
-def test_what_is_no_memory_is_not_used() -> None:
-    descriptor = os.open(os.devnull, os.O_RDWR)
-    try:
-        with pytest.raises(OSError):
-            attach(descriptor, bytes(16))
-    finally:
-        os.close(descriptor)
-
-
-def test_memory_too_small_is_not_used() -> None:
-    descriptor = create_sealed("test", 4096)
-    try:
-        with pytest.raises(OSError, match="too few"):
-            attach(descriptor, bytes(16))
-    finally:
-        os.close(descriptor)
-
-
 def test_a_mapping_that_the_system_refuses_is_an_error(made: tuple[int, Area]) -> None:
     with pytest.raises(OSError, match="cannot map"):
         Area(made[0], 1 << 60)
-
-
-def test_words_are_stored_whole(made: tuple[int, Area]) -> None:
-    assert made[1].words.dtype == np.uint64
-    assert made[1].words.ctypes.data % 8 == 0

@@ -96,14 +96,6 @@ def interrupt_at(step: int, run: Callable[[], object]) -> bool:
     return seen >= step
 
 
-def test_loans_that_are_in_use_go_on(lender: Area, borrowed: Borrowed) -> None:
-    view = borrowed.take(LOAN.pack(SLABS_OFFSET, 77 << 16 | 5), MIB)
-    borrowed_module.end_dead_loans()
-    assert lender.words[5] == 0
-    del view
-    assert lender.words[5] == 77 << 16 | 5
-
-
 def test_a_ticket_beyond_all_tickets_hits_no_other_memory(lender: Area, borrowed: Borrowed) -> None:
     tag = (1 << 64) - 1
     borrowed.refuse(LOAN.pack(SLABS_OFFSET, tag))
@@ -139,26 +131,3 @@ def test_a_forked_child_ends_no_loan_of_its_parent(lender: Area, borrowed: Borro
         assert lender.words[0] == 0
     memory.clear()
     assert lender.words[0] == 3 << 16
-
-
-def test_pages_are_mapped_when_a_slab_first_comes(
-    borrowed: Borrowed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mapped: list[tuple[int, int]] = []
-    monkeypatch.setattr(borrowed._area, "map_pages", lambda *extent: mapped.append(extent))
-    for place, size_bytes in [(0, 5000), (0, 4000), (8192, 10), (0, 6000), (8200, 10)]:
-        borrowed.take(LOAN.pack(SLABS_OFFSET + place, 1), size_bytes)
-    expected = [(0, 5000), (8192, 10), (0, 6000), (8192, 18)]
-    assert mapped == [(SLABS_OFFSET + place, size_bytes) for place, size_bytes in expected]
-    mapped.clear()
-    borrowed.forget_pages()
-    borrowed.take(LOAN.pack(SLABS_OFFSET, 1), 10)
-    assert mapped == [(SLABS_OFFSET, 10)]
-
-
-def test_no_lease_stays(borrowed: Borrowed) -> None:
-    before = len(borrowed_module._leases)
-    kept = [borrowed.take(LOAN.pack(SLABS_OFFSET, tag), 10) for tag in range(100)]
-    assert len(borrowed_module._leases) == before + 100
-    kept.clear()
-    assert len(borrowed_module._leases) == before

@@ -6,23 +6,6 @@ from hypothesis import strategies as st
 from torchweft.engine.channels.shm import Extents
 
 
-def test_ranges_are_taken_from_the_start() -> None:
-    extents = Extents(100, 200)
-    assert [extents.take(size) for size in (30, 50, 21, 20, 1)] == [100, 130, None, 180, None]
-    assert extents.free_bytes() == 0
-
-
-def test_neighbours_are_joined() -> None:
-    extents = Extents(0, 90)
-    first, second, third = extents.take(30), extents.take(30), extents.take(30)
-    assert (first, second, third) == (0, 30, 60)
-    extents.give_back(0, 30)
-    extents.give_back(60, 30)
-    assert extents.take(31) is None
-    extents.give_back(30, 30)
-    assert extents.take(90) == 0
-
-
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
 def test_no_byte_is_taken_twice_or_lost(steps: list[tuple[bool, int]]) -> None:
     extents = Extents(5, 69)

@@ -14,7 +14,6 @@ from tests.memory_counts import shared_counts
 from torchweft.engine.channels import shm as pool_module
 from torchweft.engine.channels.memory import address_of, slab_size
 from torchweft.engine.channels.shm import (
-    AT_ONCE_BYTES,
     TICKET_COUNT,
     Borrowed,
     Borrower,
@@ -24,8 +23,6 @@ from torchweft.engine.channels.shm import (
     attach,
     make_pool,
 )
-from torchweft.engine.codec.tensors import may_be_shared, shared_ranges
-from torchweft.errors import ConfigurationError
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -65,34 +62,6 @@ def lend(pool: SharedPool, borrower: Borrower, size_bytes: int) -> Loan:
     return loan
 
 
-def test_a_large_slab_is_made_when_asked_for_again(pool: SharedPool, borrower: Borrower) -> None:
-    assert pool.lend(AT_ONCE_BYTES + 1, borrower) is None
-    assert shared_counts(pool).resident_bytes == 0
-    assert pool.lend(AT_ONCE_BYTES + 1, borrower) is not None
-    assert pool.lend(AT_ONCE_BYTES * 4, borrower) is None
-    pool.trim()  # Runs some seconds later; forgets the request.
-    assert pool.lend(AT_ONCE_BYTES * 4, borrower) is None
-
-
-def test_more_than_the_limit_at_once_moves_nothing(pool: SharedPool, borrower: Borrower) -> None:
-    pool.take_back(lend(pool, borrower, MIB).tag)
-    assert [pool.lend(32 * MIB, borrower) for _ in range(3)] == [None] * 3
-    assert shared_counts(pool).idle_bytes == MIB
-
-
-def test_scattered_idle_memory_is_joined(
-    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
-) -> None:
-    entries = [lend(pool, borrower, MIB) for _ in range(16)]
-    for entry in entries[::2]:
-        borrowed.refuse(entry.content)
-    assert pool.lend(4 * MIB, borrower) is None
-    assert pool.lend(4 * MIB, borrower) is None, "the rest lies in between"
-    for entry in entries[1::2]:
-        borrowed.refuse(entry.content)
-    assert all(pool.lend(4 * MIB, borrower) is not None for _ in range(4))
-
-
 def test_a_machine_short_of_memory_lends_nothing_new(
     pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,27 +71,6 @@ def test_a_machine_short_of_memory_lends_nothing_new(
     assert pool.lend(64 * KIB, borrower) is not None
     assert pool.lend(64 * KIB, borrower) is None
     assert shared_counts(pool).resident_bytes == 64 * KIB
-
-
-def test_the_memory_left_is_looked_up_once_for_many_slabs(
-    pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = []
-    left_bytes = 64 * MIB
-
-    def look() -> int:
-        looks.append(None)
-        return left_bytes
-
-    monkeypatch.setattr(pool_module, "available_bytes", look)
-    for _ in range(17):  # 1 MiB on one look, a share of what was left, and the first slab.
-        assert pool.lend(64 * KIB, borrower) is not None
-    assert len(looks) == 1
-    assert pool.lend(64 * KIB, borrower) is not None
-    assert len(looks) == 2
-    left_bytes = 100 * KIB
-    monkeypatch.setattr(pool, "_looks_again_s", 0.0)  # As if time had passed.
-    assert pool.lend(64 * KIB, borrower) is None
 
 
 def test_pages_that_cannot_be_had_are_no_loan(
@@ -167,17 +115,6 @@ def test_idle_memory_is_given_back(pool: SharedPool, borrower: Borrower) -> None
     assert os.fstat(pool.descriptor).st_blocks == before
 
 
-def test_a_borrower_s_tensors_outlive_the_pool(
-    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
-) -> None:
-    entry = lend(pool, borrower, KIB)
-    tensor = torch.frombuffer(borrowed.take(entry.content, KIB), dtype=torch.uint8)
-    tensor.fill_(5)
-    pool.close()
-    assert pool.lend(KIB, borrower) is None
-    assert tensor.sum() == 5 * KIB
-
-
 def test_there_are_only_so_many_loans(
     pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,28 +127,6 @@ def test_there_are_only_so_many_loans(
     assert TICKET_COUNT == 1 << 16
 
 
-def test_shared_memory_may_be_lent_many_times_at_once(
-    pool: SharedPool, borrowed: Borrowed, borrower: Borrower
-) -> None:
-    memory = pool.share(KIB)
-    memory[:3] = b"abc"
-    address = address_of(memory)
-    loans = [pool.lend_shared(address + offset, 3, borrower) for offset in (0, 1)]
-    tensors = []
-    for loan in loans:
-        assert loan is not None
-        tensors.append(torch.frombuffer(borrowed.take(loan.content, 3), dtype=torch.uint8))
-    assert [bytes(tensor.numpy()) for tensor in tensors] == [b"abc", b"bc\0"]
-    tensors[1].fill_(ord("x"))
-    assert bytes(memory[:4]) == b"axxx"
-    del memory
-    gc.collect()
-    assert shared_counts(pool) == (slab_size(KIB), 0, 2, 2)
-    tensors.clear()
-    assert shared_counts(pool) == (slab_size(KIB), slab_size(KIB), 0, 2)
-    assert not pool.shared
-
-
 def test_memory_of_others_is_not_lent_as_shared(pool: SharedPool, borrower: Borrower) -> None:
     memory = pool.share(KIB)
     private = np.zeros(KIB, dtype=np.uint8)
@@ -220,28 +135,6 @@ def test_memory_of_others_is_not_lent_as_shared(pool: SharedPool, borrower: Borr
     assert pool.lend_shared(pool.area.address + copied.offset, KIB, borrower) is None
     beyond = address_of(memory) + slab_size(KIB) - 1
     assert pool.lend_shared(beyond, 2, borrower) is None
-
-
-def test_memory_that_may_be_shared_is_known_below(pool: SharedPool) -> None:
-    private = np.zeros(KIB, dtype=np.uint8)
-    memory = pool.share(KIB)
-    assert may_be_shared(address_of(memory))
-    assert may_be_shared(address_of(memory[5:]))
-    assert not may_be_shared(private.ctypes.data)
-    del memory
-    pool.close()
-    assert not shared_ranges
-
-
-def test_a_pool_as_the_knob_has_it() -> None:
-    assert make_pool(0) is None
-    with pytest.raises(ConfigurationError, match="beyond any machine"):
-        make_pool(1 << 50)
-    made = make_pool(-1)
-    assert made is not None
-    assert 0 < made.area.size_bytes <= (4 << 30) + (2 << 20)
-    assert shared_counts(made).resident_bytes == 0
-    made.close()
 
 
 def test_a_system_without_such_memory_has_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.memory_counts import pool_counts
-from tests.thorough import examples
 from torchweft.engine.channels.channel import NotInTime
 from torchweft.engine.channels.memory import BufferPool
 from torchweft.engine.channels.stripes import (
@@ -20,8 +17,8 @@ from torchweft.engine.channels.stripes import (
     Stripe,
     TransferKey,
 )
-from torchweft.engine.channels.transfer_loop import NOTHING, READABLE
-from torchweft.errors import ProtocolError, WorkerLost
+from torchweft.engine.channels.transfer_loop import NOTHING
+from torchweft.errors import WorkerLost
 
 LIMIT_S = 20.0
 LIMIT_BYTES = 1 << 24
@@ -98,34 +95,6 @@ class Waiter(threading.Thread):
         return self.error or self.memory
 
 
-def test_stripes_do_not_share_a_view(arrivals: Arrivals) -> None:
-    stripes = [Stripe(*KEY[1:], start, 5, 10) for start in (0, 5)]
-    parts = [arrivals.begin(KEY, each)[1] for each in stripes]
-    assert parts[0].obj is not parts[1].obj
-    for number, part in enumerate(parts):
-        part[:] = bytes([number]) * 5
-    for each in stripes:
-        arrivals.complete(KEY, each, arrivals.begin(KEY, each)[0])
-    assert arrivals.wait(KEY, 10, LIMIT_S) == bytes(5) + b"\1" * 5
-
-
-@settings(max_examples=examples(60))
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.data())
-def test_bytes_may_come_in_any_pieces(sizes: list[int], draw: st.DataObject) -> None:
-    arrivals = Arrivals(lambda size: memoryview(bytearray(size)), LIMIT_BYTES)
-    data = content(sum(sizes))
-    written = b""
-    for number in draw.draw(st.permutations(range(len(sizes)))):
-        start = sum(sizes[:number])
-        written += stripe(data, start, start + sizes[number])
-    with contextlib.closing(End(arrivals)) as end:
-        while written:
-            size = draw.draw(st.integers(1, len(written)))
-            assert end.bring(written[:size]) == READABLE
-            written = written[size:]
-    assert arrivals.wait(KEY, len(data), LIMIT_S) == data
-
-
 def test_memory_is_taken_once_and_given_back_when_nobody_uses_it(
     arrivals: Arrivals, ends: list[End], pool: BufferPool
 ) -> None:
@@ -175,14 +144,6 @@ def test_the_loss_of_the_peer_ends_every_wait(
     assert pool_counts(pool).leased_count == 0
 
 
-def test_what_is_here_survives_the_loss_of_the_peer(arrivals: Arrivals, ends: list[End]) -> None:
-    data = content(100)
-    waiter = waiting(arrivals, 100)
-    ends[0].bring(stripe(data, 0, 100))
-    arrivals.fail(lambda: LookupError("lost"))
-    assert waiter.result() == data
-
-
 def test_silence_is_noticed_and_progress_is_not_silence(
     arrivals: Arrivals, ends: list[End]
 ) -> None:
@@ -228,14 +189,6 @@ def test_nonsense_ends_the_connection(
     assert re.search(cause, told)
 
 
-def test_a_message_that_announces_another_size_is_refused(
-    arrivals: Arrivals, ends: list[End]
-) -> None:
-    ends[0].bring(stripe(content(100), 0, 10))
-    with pytest.raises(ProtocolError, match="100 bytes once and 99 then"):
-        arrivals.wait(KEY, 99, LIMIT_S)
-
-
 def test_no_memory_is_a_cause(ends: list[End]) -> None:
     def allocate(size_bytes: int) -> memoryview:
         raise MemoryError
@@ -260,38 +213,6 @@ def test_who_waits_for_what_is_given_up_is_told(
     del waiter
     assert len(arrivals.under_way) == 0
     assert pool_counts(pool).leased_count == 0
-
-
-def test_who_waits_after_it_was_given_up_is_told_at_once(arrivals: Arrivals) -> None:
-    """The message may arrive after the report that the connection broke."""
-    arrivals.give_up(SET)
-    assert not arrivals.is_here(KEY)
-    with pytest.raises(NotInTime, match="had come"):
-        arrivals.wait(KEY, 10, LIMIT_S)
-    assert len(arrivals.under_way) == 0
-
-
-def test_what_had_come_in_full_stays(arrivals: Arrivals, ends: list[End]) -> None:
-    data = content(100)
-    ends[0].bring(stripe(data, 0, 100))
-    ends[0].receiving.close()
-    arrivals.give_up(SET)
-    assert arrivals.is_here(KEY)
-    assert arrivals.wait(KEY, 100, LIMIT_S) == data
-
-
-def test_of_a_message_with_many_tensors_some_may_have_come(
-    arrivals: Arrivals, ends: list[End]
-) -> None:
-    other = TransferKey(SET, KEY.token, 1)
-    ends[0].bring(stripe(content(100), 0, 100))
-    ends[0].bring(stripe(content(100), 0, 50, key=other))
-    ends[0].receiving.close()
-    arrivals.give_up(SET)
-    assert arrivals.wait(KEY, 100, LIMIT_S) == content(100)
-    with pytest.raises(NotInTime):
-        arrivals.wait(other, 100, LIMIT_S)
-    assert len(arrivals.under_way) == 0
 
 
 def test_the_end_of_a_set_ends_earlier_sets_and_no_later_one(
@@ -324,39 +245,3 @@ def test_nothing_is_kept_of_what_a_broken_set_brings_late(
         end.receiving.close()
     assert len(arrivals.under_way) == 0
     assert pool_counts(pool).leased_count == 0
-
-
-def test_what_nobody_wants_is_dropped_when_it_is_given_up(
-    arrivals: Arrivals, ends: list[End], pool: BufferPool
-) -> None:
-    early, late = KEY, TransferKey(SET, 8, 0)
-    ends[0].bring(stripe(content(100), 0, 50))
-    ends[1].bring(stripe(content(100), 0, 50, key=late))
-    for end in ends:
-        end.receiving.close()
-    arrivals.give_up(SET)
-    for key in (early, late):
-        arrivals.discard(key, 100)
-    assert len(arrivals.under_way) == 0
-    assert pool_counts(pool).leased_count == 0
-
-
-def test_the_loss_of_the_peer_after_that_ends_nothing_twice(
-    arrivals: Arrivals, ends: list[End]
-) -> None:
-    ends[0].bring(stripe(content(100), 0, 50))
-    ends[0].receiving.close()
-    arrivals.give_up(SET)
-    arrivals.give_up(SET)
-    arrivals.fail(lambda: LookupError("lost"))
-    with pytest.raises(LookupError):
-        arrivals.wait(KEY, 100, LIMIT_S)
-
-
-def test_a_descriptor_is_forgotten_once(ends: list[End]) -> None:
-    """Another connection may have the number by the time of the second close."""
-    forgotten: list[int] = []
-    number = ends[0].receiving.fd
-    for _ in range(2):
-        ends[0].receiving.close(forgotten.append)
-    assert forgotten == [number]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import gc
 import socket
 import threading
@@ -21,7 +20,6 @@ from torchweft.engine.channels.stripes import (
     decode_stripe,
 )
 from torchweft.engine.channels.transfer_loop import NOTHING, WRITABLE
-from torchweft.engine.wire.frames import Buffer
 
 LIMIT_S = 20.0
 STRIPE_BYTES = 100
@@ -67,42 +65,6 @@ def whole(*buffers: memoryview) -> list[Part]:
     return [(n, each, 0, each.nbytes) for n, each in enumerate(buffers)]
 
 
-def stripe_of(parts: list[Buffer]) -> Stripe:
-    return decode_stripe(parts[0], 1 << 40)
-
-
-def test_only_as_many_connections_start_as_there_are_stripes(
-    outbox: Outbox, ends: list[End]
-) -> None:
-    assert len(outbox.put(1, whole(buffer_of(STRIPE_BYTES)))) == 1
-    assert len(outbox.put(2, whole(buffer_of(10 * STRIPE_BYTES)))) == 1
-    assert outbox.put(3, whole(buffer_of(STRIPE_BYTES))) == []
-
-
-def test_stripes_do_not_share_a_view(outbox: Outbox, ends: list[End]) -> None:
-    sent = buffer_of(2 * STRIPE_BYTES)
-    started = outbox.put(1, whole(sent))
-    parts = [outbox.take(writer)[1] for writer in started]
-    assert b"".join(parts) == sent
-    first, second = map(memoryview, parts)
-    assert first.obj is not second.obj
-
-
-def test_transfers_take_turns(outbox: Outbox, ends: list[End]) -> None:
-    (writer, _) = outbox.put(1, whole(buffer_of(3 * STRIPE_BYTES)))
-    outbox.put(2, whole(buffer_of(STRIPE_BYTES + 1), buffer_of(5)))
-    order = [stripe_of(parts) for parts in iter(lambda: outbox.take(writer), [])]
-    assert [(stripe.token, stripe.position, stripe.offset) for stripe in order] == [
-        (1, 0, 0),
-        (2, 0, 0),
-        (2, 1, 0),
-        (1, 0, 100),
-        (2, 0, 100),
-        (1, 0, 200),
-    ]
-    assert [stripe.length_bytes for stripe in order] == [100, 100, 5, 100, 1, 100]
-
-
 def test_a_full_socket_is_not_waited_for(outbox: Outbox, ends: list[End]) -> None:
     big = Outbox(1 << 20)
     end = End(big)
@@ -135,14 +97,6 @@ def test_a_close_lets_go_of_everything(outbox: Outbox, ends: list[End]) -> None:
     assert [reference() for reference in alive] == [None, None]
     assert outbox.put(2, whole(buffer_of(1))) == []
     assert outbox.is_empty
-
-
-def test_a_broken_connection_says_so(outbox: Outbox, ends: list[End]) -> None:
-    started = outbox.put(1, whole(buffer_of(STRIPE_BYTES)))
-    end = next(end for end in ends if end.sending is started[0])
-    end.socket.close()
-    assert started[0].write() == NOTHING
-    assert end.causes == ["[Errno 32] Broken pipe"]
 
 
 def test_nobody_waits_for_room_at_a_peer_that_takes_nothing(
@@ -180,16 +134,6 @@ def test_who_has_much_to_send_waits_for_room(
     thread.join(LIMIT_S)
 
 
-def test_a_close_ends_the_wait_for_room(outbox: Outbox, ends: list[End]) -> None:
-    for token in range(40):
-        outbox.put(token, whole(buffer_of(1)))
-    thread = threading.Thread(target=outbox.wait_for_room)
-    thread.start()
-    outbox.close()
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
-
-
 def test_no_transfer_is_left_behind_by_a_connection_that_becomes_idle() -> None:
     """Race: a transfer is added while a connection goes idle; one side must notice the other."""
     outbox = Outbox(STRIPE_BYTES)
@@ -213,22 +157,3 @@ def test_no_transfer_is_left_behind_by_a_connection_that_becomes_idle() -> None:
     assert tokens == set(range(count))
     assert outbox.is_empty
     end.close()
-
-
-def test_a_connection_is_not_idle_twice(outbox: Outbox, ends: list[End]) -> None:
-    for _ in range(3):
-        assert ends[0].sending.write() == NOTHING
-    started = outbox.put(1, whole(buffer_of(10 * STRIPE_BYTES)))
-    assert len(started) == 2
-    assert started[0] is not started[1]
-
-
-def test_a_descriptor_is_forgotten_once() -> None:
-    """Another connection may have the number by the time of the second close."""
-    with contextlib.closing(End(Outbox(100))) as end:
-        forgotten: list[int] = []
-        number = end.sending.fd
-        for _ in range(2):
-            end.sending.close(forgotten.append)
-        assert forgotten == [number]
-        assert end.sending.write() == NOTHING
