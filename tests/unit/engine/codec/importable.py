@@ -60,30 +60,6 @@ class Derived(Base):
     pass
 
 
-def nameless(function: Any) -> Any:
-    def replaced(self: Any) -> Any:
-        return function(self)
-
-    return replaced
-
-
-class Renamed(Base):
-    """Pickle would find no method, or another one, under the names of these functions."""
-
-    def method(self) -> str:
-        return "another one"
-
-    @nameless
-    def decorated(self) -> str:
-        return "decorated"
-
-    def __private(self) -> str:
-        return "private"
-
-    def methods(self) -> list[Any]:
-        return [super().method, self.decorated, self.__private]
-
-
 class Unhashable:
     """An unhashable callable that claims to equal everything."""
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import asyncio
 import importlib
-import linecache
 import math
 import os.path
 import pickle
@@ -114,45 +112,6 @@ def test_submodules_that_code_uses_are_found_once_they_are_imported(
     monkeypatch.delitem(sys.modules, "xml.dom.minidom")
     unpack(packed.payload, [], [])
     assert "xml.dom.minidom" in sys.modules
-
-
-def test_a_function_of_torch_is_packed_without_a_look_at_all_modules(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cloudpickle.cloudpickle, "_find_imported_submodules", None)
-    assert whole(lambda: torch.nn.functional.relu)() is torch.nn.functional.relu
-
-
-def test_captured_values_are_new_in_each_call() -> None:
-    seen, count = [1], 0
-
-    def function() -> Any:
-        nonlocal count
-        count += 1
-        seen.append(count)
-        function.calls = getattr(function, "calls", 0) + 1  # type: ignore[attr-defined]
-        return seen, count, function.calls  # type: ignore[attr-defined]
-
-    for _ in range(2):
-        assert whole(function)() == ([1, 1], 1, 1)
-    assert (seen, count) == ([1], 0)
-
-
-def test_coroutines_and_tracebacks_are_those_of_the_original() -> None:
-    async def later(value: int) -> int:
-        await asyncio.sleep(0)
-        return value
-
-    assert asyncio.run(whole(later)(3)) == 3
-
-    def fails() -> None:
-        raise ValueError("here")
-
-    with pytest.raises(ValueError, match="here") as caught:
-        whole(fails)()
-    last = caught.traceback[-1]
-    assert str(last.path) == __file__
-    assert 'raise ValueError("here")' in linecache.getline(__file__, last.lineno + 1)
 
 
 def unusual() -> dict[str, Any]:

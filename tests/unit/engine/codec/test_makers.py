@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import abc
-import copyreg
 import dataclasses
 import datetime
 import decimal
 import enum
 import fractions
-import random
 import sys
 import types
 import uuid
@@ -26,7 +24,7 @@ from torch import Tensor
 from tests.tables import cases
 from tests.unit.engine.codec.trips import object_trip, tensor_trip
 from torchweft.engine.codec import makers, values
-from torchweft.engine.codec.objects import pack, unpack
+from torchweft.engine.codec.objects import unpack
 from torchweft.engine.codec.reading import make_reader
 from torchweft.errors import NotAllowed, ProtocolError, SerializationError
 from torchweft.native import native
@@ -184,28 +182,6 @@ def test_objects_of_the_usual_kinds_need_no_pickle(value: Any) -> None:
     assert getattr(object_trip([value])[0], "fold", 0) == fold
 
 
-@cases("value", [Color.RED, Level.LOW, Access.READ])
-def test_a_member_of_an_enumeration_is_itself(value: Any) -> None:
-    assert object_trip([value])[0] is value
-
-
-def test_attributes_are_interned_and_belong_to_the_object() -> None:
-    names = [str(random.random()) for _ in range(2)]
-    given = Held(1)
-    vars(given).update({names[0]: 1, 5: 2})
-    arrived = object_trip([given, Held(2)])
-    assert vars(arrived[0]) == vars(given)
-    assert next(iter(vars(arrived[1]))) is sys.intern("value")
-    assert vars(arrived[0]) is not vars(arrived[1])
-
-
-@cases("value", [Sample(1), deque([1]), bytearray(b"x"), np.ones(2), Point([], 1)])
-def test_an_object_in_two_places_goes_by_pickle_and_stays_one(value: Any) -> None:
-    assert made_of([value, value]) is None
-    first, second = object_trip([value, value])
-    assert first is second
-
-
 def test_circles_stay_circles() -> None:
     held: Held[Any] = Held(None)
     held.value = [held]
@@ -330,20 +306,6 @@ def test_other_objects_are_left_to_pickle(value: Any) -> None:
     assert made_of((value,)) is None
 
 
-def test_a_hook_counts_from_its_definition_on() -> None:
-    assert object_trip([Sample(1)]) == [Sample(1)]
-    Sample.__reduce__ = lambda self: (int, (4,))  # type: ignore[method-assign]
-    try:
-        assert object_trip([Sample(1)]) == [4]
-    finally:
-        del Sample.__reduce__
-    copyreg.pickle(Sample, lambda value: (int, (5,)))
-    try:
-        assert object_trip([Sample(1)]) == [5]
-    finally:
-        del copyreg.dispatch_table[Sample]
-
-
 def test_classes_without_a_name_are_left_to_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     class Local:
         pass
@@ -429,7 +391,3 @@ def call_of(maker: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     payload = made_of(rest)
     assert payload is not None
     return bytes(first) + payload
-
-
-def test_the_size_of_a_payload_is_small() -> None:
-    assert len(pack(Sample(1), main_by_name=True).payload) < 150

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.interpreters import frees_functions
-from tests.tables import cases
 from tests.unit.engine.codec import importable
 from tests.unit.engine.codec.trips import object_trip
-from torchweft.engine.codec import functions, objects, reducers, values
+from torchweft.engine.codec import functions, objects
 from torchweft.engine.codec.objects import pack, register_external, unpack
-from torchweft.errors import ProtocolError, SerializationError, UnknownFunction
+from torchweft.errors import ProtocolError, SerializationError
 
 KILOBYTE = 1024
 
@@ -64,37 +63,6 @@ def handle_type(monkeypatch: pytest.MonkeyPatch) -> type:
     return Handle
 
 
-@cases(
-    "value",
-    [
-        {1, 2},
-        frozenset({1.5, 2}),
-        1 + 2j,
-        range(3),
-        Colour.RED,
-        Point(1, 2),
-        slice(1, 2),
-        bytearray(b"x"),
-        collections.OrderedDict(a=1),
-        torch.float32,
-        torch.strided,
-        torch.channels_last,
-        torch.device("cuda", 3),
-        torch.Size([1, 2]),
-        torch.per_tensor_affine,
-        Ellipsis,
-        NotImplemented,
-        int,
-        list[int],
-        ValueError,
-    ],
-)
-def test_other_values_survive(value: object) -> None:
-    arrived = object_trip(value)
-    assert arrived == value
-    assert type(arrived) is type(value)
-
-
 def test_tensors_are_taken_out_wherever_they_are() -> None:
     slotted = Slotted()
     slotted.weight = torch.ones(1)
@@ -109,15 +77,6 @@ def test_tensors_are_taken_out_wherever_they_are() -> None:
     assert keywords["key"] is packed.tensors[5]
 
 
-def test_shared_and_circular_structure_survives() -> None:
-    shared = [1]
-    circle: list[Any] = [shared, shared, torch.ones(1)]
-    circle.append(circle)
-    arrived = object_trip(circle)
-    assert arrived[0] is arrived[1]
-    assert arrived[3] is arrived
-
-
 def test_a_module_keeps_parameters_buffers_and_ties() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
     module[2].weight = module[0].weight  # type: ignore[union-attr]
@@ -127,76 +86,6 @@ def test_a_module_keeps_parameters_buffers_and_ties() -> None:
     assert arrived.state_dict().keys() == module.state_dict().keys()
     inputs = torch.randn(4, 3)
     assert torch.equal(arrived(inputs), module(inputs))
-
-
-def test_attributes_of_tensors_survive() -> None:
-    tensor, parameter = torch.ones(2), nn.Parameter(torch.ones(2))
-    tensor.note = {"self": tensor}  # type: ignore[attr-defined]
-    parameter.sharded = "yes"  # type: ignore[attr-defined]
-    arrived = object_trip([tensor, parameter])
-    assert arrived[0].note["self"] is arrived[0]
-    assert type(arrived[1]) is nn.Parameter
-    assert arrived[1].sharded == "yes"
-
-
-def test_external_objects_are_taken_out_once_in_order(handle_type: type) -> None:
-    class Kind(handle_type):  # type: ignore[misc]
-        pass
-
-    first, second = handle_type(), Kind()
-    packed = pack([first, {"x": second}, first, torch.ones(1)], main_by_name=True)
-    assert packed.externals == [first, second]
-    arrived: Any = unpack(packed.payload, packed.tensors, ["a", "b"])
-    assert arrived[:3] == ["a", {"x": "b"}, "a"]
-    assert arrived[3] is packed.tensors[0]
-
-
-def test_by_value_packing_takes_the_same_things_out(handle_type: type) -> None:
-    tensor, handle = torch.ones(2), handle_type()
-
-    def closure() -> Any:
-        return tensor, handle
-
-    packed = pack((closure, tensor), main_by_name=True)
-    assert [*packed.tensors] == [tensor]
-    assert packed.externals == [handle]
-    arrived: Any = unpack(packed.payload, packed.tensors, ["handle"])
-    assert arrived[0]() == (tensor, "handle")
-    assert arrived[1] is tensor
-
-
-FUNCTIONS = {
-    "lambda": (lambda x: x + 1, (1,), 2),
-    "partial": (functools.partial(importable.Base.double, 4), (), 8),
-    "bound method": (importable.Derived().method, (), "Derived"),
-    "class method": (importable.Derived.make, (), importable.Derived),
-    "builtin bound": ("-".join, ("ab",), "a-b"),
-    "callable object": (importable.Unhashable(), (), "called"),
-    "partial of lambda": (functools.partial(lambda x, y: x - y, 5), (2,), 3),
-}
-
-
-@pytest.mark.parametrize("case", FUNCTIONS)
-@pytest.mark.parametrize("main_by_name", [True, False])
-def test_functions_of_every_kind_work_after_the_trip(case: str, main_by_name: bool) -> None:
-    function, arguments, expected = FUNCTIONS[case]
-    assert object_trip(function, main_by_name)(*arguments) == expected
-
-
-@pytest.mark.parametrize("main_by_name", [True, False])
-def test_methods_that_have_no_name_of_their_own_arrive_as_they_are(main_by_name: bool) -> None:
-    arrived = object_trip(importable.Renamed().methods(), main_by_name)
-    assert [method() for method in arrived] == ["Renamed", "decorated", "private"]
-    assert arrived[0].__self__ is arrived[1].__self__
-
-
-@pytest.mark.parametrize(
-    "function",
-    [torch.add, torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.Tensor.add],
-    ids=["function", "packet", "overload", "method"],
-)
-def test_operators_arrive_as_the_very_same(function: Any) -> None:
-    assert object_trip([function])[0] is function
 
 
 def test_local_classes_and_their_objects_go_by_value() -> None:
@@ -224,14 +113,6 @@ def main_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setitem(sys.modules, "__main__", main)
     functions.locate.cache_clear()  # It has the main module of the test before.
     return main
-
-
-def test_the_main_program_goes_by_name_where_both_run_it(main_module: Any) -> None:
-    for value in (main_module.Thing, main_module.work):
-        assert object_trip(value) is value
-    assert type(object_trip(main_module.Thing())) is main_module.Thing
-    # A lambda is sent by value, but refers to the program's own classes by name.
-    assert object_trip(main_module.make())() is main_module.Thing
 
 
 def test_another_main_program_gets_everything_by_value(main_module: Any) -> None:
@@ -266,29 +147,6 @@ def test_a_spawned_process_sends_its_main_program_by_either_way(
             cloudpickle.unregister_pickle_by_value(types.ModuleType("__mp_main__"))
 
 
-def test_a_lambda_needs_nothing_of_the_module_it_was_written_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    packed = pack(lambda x: x * KILOBYTE, main_by_name=False)
-    monkeypatch.delitem(sys.modules, __name__)
-    function: Any = unpack(packed.payload, [], [])
-    assert function(2) == 2 * KILOBYTE
-
-
-def test_a_missing_class_names_module_and_class() -> None:
-    packed = pack(importable.Derived(), main_by_name=True)
-    damaged = packed.payload.replace(b"Derived", b"Removed")
-    with pytest.raises(UnknownFunction, match=r"'Removed' in module 'tests.*importable'"):
-        unpack(damaged, [], [])
-
-
-def test_a_missing_module_is_named() -> None:
-    packed = pack(importable.Derived(), main_by_name=True)
-    damaged = packed.payload.replace(b"importable", b"impossible")
-    with pytest.raises(UnknownFunction, match="impossible"):
-        unpack(damaged, [], [])
-
-
 def test_an_object_that_cannot_be_rebuilt_says_why() -> None:
     class Refuses:
         def __setstate__(self, state: object) -> None:
@@ -301,19 +159,6 @@ def test_an_object_that_cannot_be_rebuilt_says_why() -> None:
     with pytest.raises(SerializationError, match="version 3 is too old") as caught:
         unpack(packed.payload, [], [])
     assert isinstance(caught.value.__cause__, ValueError)
-
-
-@pytest.mark.parametrize("value", [None, torch.ones(2), torch.nn.Parameter(torch.ones(2))])
-def test_a_lone_tensor_or_nothing_needs_no_pickle(value: torch.Tensor | None) -> None:
-    packed = pack(value, main_by_name=True)
-    assert packed.payload == b""
-    assert unpack(packed.payload, packed.tensors, []) is value
-
-
-@pytest.mark.parametrize("payload", [b"\x80", b"\x80garbage", b"garbage", b"\x80\x05\x95"])
-def test_garbage_is_an_error_of_ours(payload: bytes) -> None:
-    with pytest.raises(SerializationError if payload[0] == values.PICKLE else ProtocolError):
-        unpack(payload, [], [])
 
 
 def test_a_payload_with_too_few_tensors_or_references_is_refused(handle_type: type) -> None:
@@ -354,20 +199,6 @@ def test_functions_that_cannot_go_by_value_are_refused_by_name(kind: str, nested
     pack(value, main_by_name=False)
     with pytest.raises(SerializationError, match=f"^{NO}; put '.*{name}' into a module that both"):
         pack(value, main_by_name=False, not_by_value=NO)
-
-
-def test_what_has_a_name_and_what_is_no_function_travels_between_versions_all_the_same() -> None:
-    tensor = torch.ones(2)
-    named = (importable.decorated, len, torch.add, Batch)
-    for value in (*named, Batch(tensor), Colour.RED, nn.Linear(2, 2)):
-        packed = pack(value, main_by_name=False, not_by_value=NO)
-        assert packed.payload == pack(value, main_by_name=False).payload
-
-
-def test_what_cannot_be_packed_at_all_is_told_as_ever() -> None:
-    with pytest.raises(SerializationError) as caught:
-        pack((threading.Lock(), 1), main_by_name=False, not_by_value=NO)
-    assert NO not in str(caught.value)
 
 
 # Objects of every kind
@@ -492,15 +323,6 @@ def test_every_kind_of_object_arrives_and_packs_the_same_again(kind: str) -> Non
         assert picture(arrived) == picture(object_trip(arrived))
 
 
-def test_classes_that_become_references_later_are_taken_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(objects, "_external_types", objects._external_types)
-    pack([Reduced()], main_by_name=True)
-    register_external(Reduced)
-    assert len(pack([Reduced()], main_by_name=True).externals) == 1
-
-
 @pytest.fixture
 def own_table(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns copyreg's table; the test's changes are undone."""
@@ -523,16 +345,6 @@ def test_reducers_of_copyreg_count_from_their_registration_on(value: Any, own_ta
         assert object_trip([value]) == [text]
     del own_table[type(value)]
     assert object_trip([value]) == before
-
-
-def test_reducers_of_our_own_count_from_their_registration_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reducers, "_REDUCERS", dict(reducers._REDUCERS))
-    pack([Reduced()], main_by_name=True)
-    for text in ("first", "second"):
-        reducers.register_reducer(Reduced, reduced_to(text))
-        assert object_trip([Reduced()]) == [text]
 
 
 class Failing:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import copyreg
-import datetime
 import functools
 import os
 import pickle
@@ -24,19 +22,16 @@ from tests.tables import cases
 from tests.unit.engine.codec import admitted
 from tests.unit.engine.codec.trips import tensor_trip
 from torchweft.engine.codec import functions, objects
-from torchweft.engine.codec.exceptions import pack_error, unpack_error
+from torchweft.engine.codec.exceptions import pack_error
 from torchweft.engine.codec.objects import pack, pack_plain
 from torchweft.engine.codec.reading import TRUSTING, Reader, make_reader
 from torchweft.engine.codec.tracebacks import places_of
-from torchweft.engine.codec.values import PICKLE
 from torchweft.errors import (
     CallError,
     NotAllowed,
-    ProtocolError,
     RemoteError,
     SerializationError,
 )
-from torchweft.ids import WorkerInfo
 
 ALLOWING = make_reader(["torch", admitted.__name__], False, "ps")
 STRICT = make_reader(None, True, "ps")
@@ -48,14 +43,6 @@ pytestmark = pytest.mark.usefixtures("twin")
 def trip(value: Any, reader: Reader = ALLOWING) -> Any:
     packed = pack(value, main_by_name=True)
     return reader.unpack(packed.payload, tensor_trip(*packed.tensors), packed.externals)
-
-
-def test_a_worker_without_restrictions_reads_in_the_shortest_way() -> None:
-    assert make_reader(None, False, "ps") is TRUSTING
-    assert TRUSTING.unpack is objects.unpack
-    assert TRUSTING.resolve is functions.resolve
-    assert TRUSTING.unpack_error is unpack_error
-    assert TRUSTING.method_of is getattr
 
 
 def test_a_reader_with_restrictions_replaces_all_that_trusts() -> None:
@@ -70,42 +57,6 @@ def test_a_reader_with_restrictions_replaces_all_that_trusts() -> None:
 # Values that programs send
 
 
-@cases(
-    "value",
-    [
-        ((1, "text", b"bytes", None, True, 2.5, 1j), {"key": [1, {2}, frozenset({3})]}),
-        collections.OrderedDict(a=1),
-        collections.Counter("abca"),
-        collections.deque([1, 2]),
-        collections.defaultdict(list, a=[1]),
-        datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc),
-        datetime.timedelta(days=1),
-        bytearray(b"x"),
-        range(3),
-        torch.float16,
-        torch.device("cpu"),
-        torch.Size([1, 2]),
-        torch.channels_last,
-        torch.add,
-        admitted.add,
-        admitted.Model,
-        int,
-        WorkerInfo("ps", 1),
-        np.float64(2.5),
-    ],
-)
-def test_usual_values_come_through_an_allow_list(value: Any) -> None:
-    arrived = trip((value,))[0]
-    assert arrived == value
-    assert type(arrived) is type(value)
-
-
-def test_objects_of_allowed_classes_come_through() -> None:
-    model = trip((admitted.Model(3), {}))[0]
-    assert model.scale(2) == 6
-    assert model.hook is admitted.add
-
-
 class _Model:
     def __init__(self) -> None:
         self.hook = admitted.add
@@ -114,11 +65,6 @@ class _Model:
 def test_objects_of_other_classes_do_not() -> None:
     with pytest.raises(NotAllowed, match="_Model"):
         trip(([_Model()],))
-
-
-def test_arrays_come_through() -> None:
-    array = np.arange(6, dtype=np.int16).reshape(2, 3)
-    assert np.array_equal(trip((array,))[0], array)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -137,22 +83,6 @@ def test_tensors_come_through_without_an_entry(make: Callable[[], torch.Tensor])
     arrived = trip([tensor], make_reader(["json"], False, "ps"))[0]
     assert (type(arrived), arrived.dtype) == (type(tensor), tensor.dtype)
     assert arrived.layout == tensor.layout
-
-
-def test_modules_come_through_with_an_entry() -> None:
-    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-    arrived = trip((net,))[0]
-    assert torch.equal(arrived[0].weight, net[0].weight)
-    with pytest.raises(NotAllowed, match=r"torch\.nn"):
-        trip((net,), make_reader(["json"], False, "ps"))
-
-
-def test_a_storage_and_attributes_come_through() -> None:
-    tensor: Any = torch.ones(2)
-    tensor.tag = "x"
-    arrived, storage = trip((tensor, torch.arange(3.0).untyped_storage()))
-    assert arrived.tag == "x"
-    assert storage.nbytes() == 12
 
 
 # Attacks
@@ -306,14 +236,6 @@ def test_the_numbers_of_copyreg_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         copyreg.remove_extension("posix", "system", 200)
 
 
-@pytest.mark.parametrize(
-    "payload", [b"\x80", b"\x80\x05", b"\x80\x05(", b"\x80garbage", b"garbage", b"\x80\x05."]
-)
-def test_no_payload_at_all_is_a_typed_error(payload: bytes) -> None:
-    with pytest.raises(SerializationError if payload[0] == PICKLE else ProtocolError):
-        ALLOWING.unpack(payload, (), ())
-
-
 def test_a_tensor_is_not_made_of_something_else() -> None:
     from torchweft.engine.codec import reducers
 
@@ -335,26 +257,6 @@ def test_a_strict_worker_reads_plain_values() -> None:
         arrived = reader.unpack(packed.payload, tensor_trip(*packed.tensors), ())
         assert arrived["a"][1][1].tolist() == [1.0, 1.0]
         assert arrived["f"] is admitted.add
-
-
-def test_a_single_tensor_and_nothing_need_no_bytes() -> None:
-    tensor = torch.ones(2)
-    for reader in (TRUSTING, ALLOWING, STRICT):
-        assert reader.unpack(b"", (tensor,), ()) is tensor
-        assert reader.unpack(b"", (), ()) is None
-
-
-def test_a_pickle_is_refused_whatever_is_in_it() -> None:
-    with pytest.raises(NotAllowed, match="'ps' is strict and was sent a pickle") as caught:
-        trip((1, object()), STRICT)
-    assert caught.value.refused == "a pickle"
-
-
-def test_names_in_plain_values_go_by_the_list() -> None:
-    payload = pack_plain((os.system,), main_by_name=True).payload
-    for reader in (ALLOWING, STRICT, REGISTERED):
-        with pytest.raises(NotAllowed, match="posix"):
-            reader.unpack(payload, (), ())
 
 
 # Arrays of numpy, read with an allow-list
@@ -425,20 +327,7 @@ def test_arrays_are_read_as_they_were(value: Any) -> None:
     assert np.array_equal(arrived, value)
 
 
-def test_dtypes_are_read_without_an_entry() -> None:
-    kinds = [np.dtype("f8"), np.dtype("M8[ns]"), np.dtype("S3"), np.dtype(">i4")]
-    assert trip([*kinds, slice(1)], make_reader(["json"], False, "ps"))[:4] == kinds
-
-
 # Errors
-
-
-class Elsewhere(LookupError):
-    """An error of a module that is not on the list."""
-
-
-class Bare(Exception):
-    pass
 
 
 def failing(error: Exception) -> Exception:
@@ -467,24 +356,6 @@ def test_errors_that_may_be_named_keep_their_type(reader: Reader, is_plain: bool
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
-@pytest.mark.parametrize("reader", [ALLOWING, STRICT])
-def test_other_errors_become_the_nearest_type_with_their_text(
-    reader: Reader, is_plain: bool
-) -> None:
-    if reader is STRICT and not is_plain:
-        return
-    arrived = reader.unpack_error(pack_error(failing(Elsewhere("far")), "w", is_plain=is_plain))
-    assert type(arrived) is LookupError
-    assert "far" in str(arrived)
-    assert "Elsewhere" in str(arrived)
-    arrived = reader.unpack_error(pack_error(failing(Bare("alone")), "w", is_plain=is_plain))
-    assert type(arrived) is RemoteError
-    assert arrived.type_name.endswith("Bare")
-    assert "alone" in str(arrived)
-    assert "in failing" in places_of(arrived)[0]
-
-
-@pytest.mark.parametrize("is_plain", [False, True])
 def test_an_error_carries_nothing_that_runs_when_it_is_shown(is_plain: bool) -> None:
     error: Any = ImportError("no", name="this")
     error.name_from = error.kept = "d"
@@ -496,12 +367,6 @@ def test_an_error_carries_nothing_that_runs_when_it_is_shown(is_plain: bool) -> 
     # Python 3.12 and later import the module to find a similar name.
     assert getattr(arrived, "name_from", None) is None
     assert "__len__" not in vars(arrived)
-
-
-def test_a_strict_worker_reads_an_error_without_the_pickles_in_it() -> None:
-    arrived = STRICT.unpack_error(pack_error(KeyError("x", range(2)), "w"))
-    assert type(arrived) is LookupError  # A key cannot be read, so no KeyError can be made.
-    assert "[KeyError on worker 'w']" in str(arrived)
 
 
 def test_what_an_error_carries_is_checked_too(target: Path) -> None:

@@ -5,14 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.tables import cases
-from tests.unit.engine.codec import importable
-from tests.unit.engine.codec.trips import object_trip, raw
-from torchweft.engine.codec import reducers
+from tests.unit.engine.codec.trips import object_trip
 from torchweft.engine.codec.objects import pack, unpack
 from torchweft.errors import SerializationError
 
@@ -83,44 +79,11 @@ def test_sparse_layouts_survive(case: str) -> None:
         assert arrived.is_coalesced() == tensor.is_coalesced()
 
 
-@pytest.mark.parametrize("case", ["coo", "coo, not coalesced", "csr"])
-def test_gradients_find_their_way_through_a_sparse_tensor(case: str) -> None:
-    tensor = SPARSE[case]().detach().clone().requires_grad_()
-    packed = pack(tensor, main_by_name=True)
-    assert [part.requires_grad for part in packed.tensors][-1]
-    arrived: Any = unpack(packed.payload, packed.tensors, [])
-    assert arrived.requires_grad
-    (arrived.to_dense() * 3).sum().backward()
-    assert tensor.grad is not None
-    assert tensor.grad.to_dense().max() == 3
-
-
 def test_a_sparse_tensor_with_indices_outside_is_refused() -> None:
     packed = pack(torch.sparse_coo_tensor([[0, 5]], [1.0, 2.0], (6,)).coalesce(), main_by_name=True)
     packed.tensors[0] = torch.tensor([[0, 600]])
     with pytest.raises(SerializationError, match="index"):
         unpack(packed.payload, packed.tensors, [])
-
-
-@given(st.data())
-def test_coalesced_sparse_tensors_are_those_that_torch_takes(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
-    count = data.draw(st.integers(0, 4))
-    places = st.tuples(*[st.integers(-1, 3) for _ in shape])
-    drawn = data.draw(st.lists(places, min_size=count, max_size=count))
-    if data.draw(st.booleans()):
-        drawn = sorted(set(drawn))
-    indices = torch.tensor(drawn, dtype=torch.int64).reshape(len(drawn), len(shape)).T
-    values = torch.arange(float(len(drawn)))
-
-    def made(make: Callable[..., Tensor], **options: bool) -> object:
-        try:
-            tensor = make(indices, values, shape, is_coalesced=True, **options)
-        except RuntimeError:
-            return None
-        return tensor.to_dense().tolist(), tensor.is_coalesced()
-
-    assert made(reducers._sparse_coo) == made(torch.sparse_coo_tensor, check_invariants=True)
 
 
 def test_quantised_tensors_survive() -> None:
@@ -278,42 +241,6 @@ def test_a_fake_tensor_is_refused() -> None:
         fake = torch.empty(2)
     with pytest.raises(SerializationError, match="send a tensor on the device 'meta'"):
         object_trip(fake)
-
-
-def test_a_buffer_keeps_what_makes_it_one() -> None:
-    arrived = object_trip(nn.Buffer(torch.ones(2), persistent=False))
-    assert isinstance(arrived, nn.Buffer)
-    assert arrived.persistent is False
-
-
-def test_storages_survive_and_share_with_tensors() -> None:
-    tensor = torch.arange(4.0)
-    storage, view = object_trip([tensor.untyped_storage(), tensor[1:]])
-    assert type(storage) is torch.UntypedStorage
-    assert storage.nbytes() == 16
-    view.zero_()
-    assert bytes(storage) == bytes(16)
-    alone = object_trip(tensor.untyped_storage())
-    assert raw(torch.empty(0).set_(alone)) == raw(tensor)
-
-
-def test_a_generator_goes_on_where_it_was() -> None:
-    generator = torch.Generator().manual_seed(3)
-    torch.rand(5, generator=generator)
-    arrived = object_trip(generator)
-    assert torch.equal(torch.rand(4, generator=arrived), torch.rand(4, generator=generator))
-
-
-def test_number_infos_survive() -> None:
-    assert object_trip(torch.finfo(torch.bfloat16)).max == torch.finfo(torch.bfloat16).max
-    assert object_trip(torch.iinfo(torch.int8)).max == 127
-
-
-def test_scripted_functions_go_by_name_where_they_have_one() -> None:
-    assert object_trip(importable.scripted) is importable.scripted
-    assert object_trip([importable.renamed])[0] is importable.renamed
-    packed = pack(importable.scripted, main_by_name=False)
-    assert len(packed.payload) < 300
 
 
 def test_scripted_functions_and_modules_go_by_value_otherwise() -> None:

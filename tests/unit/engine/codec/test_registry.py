@@ -12,7 +12,6 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-import torch
 
 import torchweft
 from tests.marked import names_of
@@ -206,20 +205,6 @@ def test_every_safe_name_is_a_class_or_makes_a_value() -> None:
 def test_what_does_more_than_make_a_value_is_not_safe(name: str) -> None:
     assert f"builtins:{name}" not in registry.SAFE
     assert not registry.is_error(f"builtins:{name}")
-
-
-def test_errors_are_the_built_in_ones_that_do_not_end_a_process() -> None:
-    assert registry.is_error("builtins:ValueError")
-    assert not registry.is_error("builtins:SystemExit")
-    assert not registry.is_error("builtins:KeyboardInterrupt")
-    assert not registry.is_error("my_program:ValueError")
-
-
-def test_operators_are_what_computes() -> None:
-    assert registry.is_operator(torch.add)
-    assert registry.is_operator(torch.conv2d)
-    for other in (torch.load, torch.save, torch.from_file, torch.compile, torch.set_num_threads):
-        assert not registry.is_operator(other)
 
 
 def test_only_names_of_operators_and_calls_may_have_two_underscores() -> None:

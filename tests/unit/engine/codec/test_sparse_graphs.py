@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tables import cases
 from torchweft.engine.codec.reducers import reduce_tensor
 from torchweft.errors import AutogradError
 
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 X = torch.tensor(
     [[1.0, 2.0, 0.0, 4.0], [3.0, 0.0, 5.0, 6.0], [1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 0.0, 0.0]]
 )
-W = torch.linspace(-1, 1, 16).reshape(4, 4)
 LAYOUTS: dict[torch.layout, dict[str, Any]] = {
     torch.sparse_coo: {},
     torch.sparse_csr: {},
@@ -69,20 +67,6 @@ def test_derivatives_of_every_order(layout: torch.layout) -> None:
     assert_same(make, lambda it: it.to_dense().sin())
 
 
-@cases(
-    ("make", "use"),
-    [
-        (Tensor.to_sparse, lambda it: torch.sparse.mm(it, W)),
-        (Tensor.to_sparse, lambda it: torch.sparse.sum(it, 0).to_dense().sin()),
-        (Tensor.to_sparse, lambda it: torch.sparse.softmax(it, 1).to_dense()),
-        (Tensor.to_sparse, lambda it: (it * it).to_dense()),
-        (lambda x: x.to_sparse(1), lambda it: it.to_dense().sin()),
-    ],
-)
-def test_other_operations_and_shapes(make: Step, use: Step) -> None:
-    assert_same(make, use)
-
-
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_elements_that_the_tensor_does_not_have_are_no_silent_loss(create_graph: bool) -> None:
     x = X.clone().requires_grad_()
@@ -90,11 +74,3 @@ def test_elements_that_the_tensor_does_not_have_are_no_silent_loss(create_graph:
     wide = (made + made.t().coalesce()).to_dense().sin().sum()
     with pytest.raises(AutogradError, match=r"send the tensor as tensor\.to_dense"):
         torch.autograd.grad(wide, x, create_graph=create_graph)
-
-
-def test_a_gradient_of_fewer_elements_is_taken() -> None:
-    x = X.clone().requires_grad_()
-    made = anew(x.to_sparse())
-    fewer = torch.sparse_coo_tensor([[0, 1], [1, 0]], [2.0, 3.0], X.shape)
-    (gradient,) = torch.autograd.grad(made, x, fewer)
-    torch.testing.assert_close(gradient.to_dense(), fewer.to_dense())

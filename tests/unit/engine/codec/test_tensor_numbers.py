@@ -5,8 +5,7 @@ import types
 import pytest
 import torch
 
-from torchweft.engine.codec import tensors as dtypes
-from torchweft.engine.codec.tensors import CODES, HOST, device_code, device_of, dtype_of
+from torchweft.engine.codec.tensors import CODES, device_code, device_of, dtype_of
 from torchweft.errors import ProtocolError, SerializationError
 
 NEWEST_KNOWN = (2, 15)
@@ -30,34 +29,10 @@ def test_numbers_do_not_change() -> None:
     assert [CODES[dtype] for dtype in (torch.bool, torch.float32, torch.bfloat16)] == [0, 7, 15]
 
 
-def test_an_unknown_number_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="255"):
-        dtype_of(255)
-
-
-def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = CODES[torch.float8_e5m2]
-    without = [None if number == code else dtype for number, dtype in enumerate(dtypes._DTYPES)]
-    monkeypatch.setattr(dtypes, "_DTYPES", tuple(without))
-    with pytest.raises(SerializationError, match=r"torch\.float8_e5m2, which torch"):
-        dtype_of(code)
-
-
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     two = types.SimpleNamespace(device_count=lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: two)
-
-
-@pytest.mark.usefixtures("two_devices")
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:1", "xpu:1"])
-def test_a_device_that_is_here_is_found(device: str) -> None:
-    assert device_of(device_code(torch.device(device)), 0, "w") == torch.device(device)
-
-
-def test_the_host_needs_no_device() -> None:
-    assert device_code(torch.device("cpu")) == device_code(torch.device("cpu", 0)) == HOST
-    assert device_of(HOST, 0, "w") is None
 
 
 @pytest.mark.usefixtures("two_devices")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -81,16 +79,6 @@ def check_all(arrived: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
 # One tensor
 
 
-@cases("dtype", ALL_DTYPES)
-def test_each_dtype_and_shape_survives(trip: Trip, dtype: torch.dtype) -> None:
-    for shape in [(), (0,), (1,), (3,), (2, 3), (1, 0, 2), (2, 1, 3), (1,) * 8, (0,) * 8]:
-        tensor = random_tensor(dtype, shape, 1)
-        ((arrived,), _) = trip([tensor])
-        check(arrived, tensor)
-        assert arrived.is_contiguous(), shape
-        assert arrived.untyped_storage().nbytes() == tensor.nbytes, shape
-
-
 BASE = torch.arange(120.0).reshape(2, 3, 4, 5)
 VIEWS: dict[str, Callable[[], Tensor]] = {
     "transposed": lambda: BASE.transpose(0, 3),
@@ -129,25 +117,6 @@ def test_views_survive_without_the_rest_of_their_storage(trip: Trip, kind: str) 
     assert arrived.untyped_storage().nbytes() <= at_most_bytes
 
 
-@pytest.mark.parametrize("kind", list(VIEWS)[:8])
-def test_strides_survive_where_the_view_fills_its_memory(trip: Trip, kind: str) -> None:
-    view = VIEWS[kind]()
-    ((arrived,), _) = trip([view])
-    assert arrived.stride() == view.stride()
-
-
-def test_an_expanded_tensor_brings_each_element_once(trip: Trip) -> None:
-    ((arrived, column), _) = trip(
-        [torch.ones(2, 1).expand(2, 10_000), VIEWS["an expanded slice"]()]
-    )
-    assert arrived.untyped_storage().nbytes() == 8
-    assert column.untyped_storage().nbytes() == 12
-    assert column.stride() == (1, 0)
-    ((arrived,), _) = trip([torch.ones(()).expand(1 << 20, 1 << 20)])
-    assert arrived.shape == (1 << 20, 1 << 20)
-    assert arrived.untyped_storage().nbytes() == 4
-
-
 @st.composite
 def placed(draw: st.DrawFn) -> Tensor:
     """Draws a view of a tensor by any shape, strides and offset that its storage allows."""
@@ -169,40 +138,6 @@ def test_any_views_survive_and_own_their_memory(trip: Trip, sent: list[Tensor]) 
     addresses = [each.untyped_storage().data_ptr() for each in received if each.numel()]
     addresses += [each.untyped_storage().data_ptr() for each in sent if each.numel()]
     assert len(set(addresses)) == len(addresses)
-
-
-def test_a_received_tensor_has_writable_memory_of_its_own() -> None:
-    tensor = torch.arange(4)
-    encoded = encode_tensors([tensor, torch.ones(2, 2), torch.zeros(6).view(2, 3).t()])
-    assert encoded is not None
-    message = bytearray(encoded[0])
-    received, _ = decode_tensors(message, 0)
-    (again, *_), _ = decode_tensors(message, 0)
-    for each in received:
-        each += 1
-        assert each.untyped_storage().nbytes() == each.nbytes
-    assert torch.equal(tensor, torch.arange(4))
-    assert torch.equal(again, tensor)
-    assert bytes(message) == encoded[0]
-    message += b"x"  # No view of the message is left.
-
-
-def test_no_tensors_take_no_bytes() -> None:
-    assert encode_tensors([]) == (b"", False)
-    assert decode_tensors(b"head", 4) == ([], b"")
-    assert describe([]) == (b"", [])
-    assert rebuild(read(b"")) == ([], b"")
-
-
-def test_lazy_values_are_resolved() -> None:
-    numbers = torch.tensor([1 + 2j, 3 - 4j])
-    imaginary = numbers.conj().imag
-    assert imaginary.is_neg()
-    lazy = [numbers.conj(), imaginary, torch._efficientzerotensor(3)]
-    expected = [[1 - 2j, 3 + 4j], [-2, 4], [0, 0, 0]]
-    for tensor, values in zip(lazy, expected, strict=True):
-        assert apart([tensor])[0][0].tolist() == values
-    assert [tensor.tolist() for tensor in apart(lazy)[0]] == expected
 
 
 # Flags
@@ -242,14 +177,6 @@ def test_flags_are_told_and_tensors_come_without_grad(
     assert type(made) is type(tensor)
     assert made.requires_grad == tensor.requires_grad
     assert made.is_leaf
-
-
-def test_flags_name_their_tensors(trip: Trip) -> None:
-    plain, leaf, strided = torch.ones(2), torch.ones(2, requires_grad=True), torch.ones(2, 3).t()
-    assert trip([plain, strided])[1] == b""
-    expected = [0, 0, REQUIRES_GRAD, 0, REQUIRES_GRAD | PARAMETER, 0]
-    sent = [plain, strided, leaf, torch.ones(3, 2).t(), Parameter(torch.ones(1)), torch.ones(1)]
-    assert list(trip(sent)[1]) == expected
 
 
 # Tensors that share memory
@@ -292,22 +219,6 @@ SHARING: dict[str, Callable[[], list[Tensor]]] = {
         base[:, 0],
     ],
 }
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
-
-
-@cases("kind", [kind for kind in SHARING if kind != "equal columns of a large matrix"])
-def test_overlapping_views_arrive_as_views_of_one_storage(trip: Trip, kind: str) -> None:
-    sent = SHARING[kind]()
-    arrived, _ = trip(sent)
-    check_all(arrived, [each.detach() for each in sent])
-    assert [each.stride() for each in arrived] == [each.stride() for each in sent]
-    pairs = list(itertools.combinations(range(len(sent)), 2))
-    overlaps = [overlap(sent[one], sent[other]) for one, other in pairs]
-    assert any(overlaps)
-    assert overlaps == [overlap(arrived[one], arrived[other]) for one, other in pairs]
 
 
 @cases("kind", SHARING)
@@ -365,69 +276,7 @@ def test_views_of_one_storage_go_on_sharing_it(
     check_all(arrived, originals)
 
 
-def test_arrays_that_share_memory_are_views_of_one_storage_in_a_message() -> None:
-    array = np.arange(12.0)
-    halves = torch.from_numpy(array[:8]), torch.from_numpy(array[4:])
-    first, second = in_message(halves)[0]
-    assert overlap(first, second)
-    first[4] = 100
-    assert second[0] == 100
-    check_all(apart(halves)[0], halves)
-
-
-def test_views_at_odd_addresses_of_each_other_need_buffers() -> None:
-    content = torch.arange(64, dtype=torch.uint8)
-    shifted = torch.frombuffer(content.numpy().data, dtype=torch.float32, count=4, offset=1)
-    assert encode_tensors([content[:8], shifted]) is None
-    check_all(apart([content[:8], shifted])[0], [content[:8], shifted])
-
-
-def test_halves_of_one_storage_need_no_memory_in_common(trip: Trip) -> None:
-    halves = BASE[0].clone().chunk(2)
-    arrived, _ = trip(halves)
-    assert not overlap(*arrived)
-    check_all(arrived, halves)
-
-
-def test_autograd_notices_changes_through_another_view(trip: Trip) -> None:
-    base = torch.arange(4.0)
-    (whole, part, bits), _ = trip([base, base[1:], base.view(torch.int32)])
-    assert not any(each._is_view() for each in (whole, part, bits))
-    weight = torch.ones(3, requires_grad=True)
-    for changed in (whole, bits):
-        made = weight * part
-        changed.zero_()
-        assert part.tolist() == [0.0, 0.0, 0.0]
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            made.sum().backward()
-
-
 # Buffers
-
-
-def test_views_of_different_dtypes_share_one_buffer() -> None:
-    base = torch.arange(64, dtype=torch.uint8)
-    floats, doubles = base[4:].view(torch.float32), base[16:32].view(torch.complex128)
-    _, buffers = describe([base[1:], floats, doubles])
-    assert [buffer.nbytes for buffer in buffers] == [64]
-
-
-def test_a_view_of_a_large_storage_sends_only_its_own_elements() -> None:
-    matrix = torch.arange(1_000_000.0).view(1000, 1000)
-    for view in (matrix[5], matrix[:, 0], matrix[2:4], matrix[::500]):
-        _, buffers = describe([view])
-        assert sum(buffer.nbytes for buffer in buffers) == view.nbytes
-    for pair in ([matrix[:, 0], matrix[:, -1]], [matrix[0], matrix[999]]):
-        assert [buffer.nbytes for buffer in describe(pair)[1]] == [4000, 4000]
-
-
-def test_dense_tensors_travel_from_their_own_memory() -> None:
-    tensors = [torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(4, dtype=torch.bfloat16)]
-    for tensor in tensors:
-        _, (buffer,) = describe([tensor])
-        assert buffer.data_ptr() == tensor.data_ptr()
-        assert buffer.dim() == 1
-        assert not buffer.requires_grad
 
 
 def test_rebuilt_tensors_share_the_given_memory_and_keep_it_alive() -> None:
@@ -471,14 +320,6 @@ def test_buffers_may_be_read_only_misaligned_too_long_or_tensors(tensors: list[T
         check_all(rebuilt, tensors)
         rebuilt[0].add_(1)
         assert raw(rebuilt[0]) != raw(tensors[0])
-
-
-def test_as_memory_shows_the_bytes_themselves() -> None:
-    tensor = torch.zeros(2, dtype=torch.bfloat16)
-    memory = as_memory(tensor)
-    memory[0:2] = torch.ones(1, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
-    assert tensor.tolist() == [1, 0]
-    assert as_memory(torch.empty(0)).nbytes == 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 import struct
 import threading
 from collections import OrderedDict
@@ -14,15 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.free_encoder import Made, pack_freely
 from tests.tables import cases
-from tests.thorough import examples
 from tests.unit.engine.codec import admitted
-from tests.unit.engine.codec.trips import raw, tensor_trip
+from tests.unit.engine.codec.trips import tensor_trip
 from torchweft.engine.codec import reducers, values
 from torchweft.engine.codec import values as tags
 from torchweft.engine.codec.objects import pack, pack_plain, unpack
@@ -33,11 +31,9 @@ from torchweft.errors import (
     ProtocolError,
     RendezvousTimeout,
     SerializationError,
-    UnknownFunction,
     WorkerLost,
 )
-from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.optim.local import GroupPart
+from torchweft.ids import ReferenceId
 
 pytestmark = pytest.mark.usefixtures("twin")
 
@@ -73,13 +69,6 @@ VALUES = st.recursive(
 )
 
 
-@given(VALUES)
-def test_plain_values_come_back_equal_and_of_the_same_types(value: Any) -> None:
-    arrived = trip(value)
-    assert arrived == value
-    assert typed(arrived) == typed(value)
-
-
 def typed(value: Any) -> Any:
     """Returns the types in a value: 1, 1.0 and True are equal, as are 0.0 and -0.0."""
     if isinstance(value, dict):
@@ -89,44 +78,6 @@ def typed(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value), [typed(each) for each in value]
     return type(value), repr(value)
-
-
-def test_numbers_at_the_edges() -> None:
-    edge = 1 << 63
-    numbers = [0, -1, 127, 128, edge - 1, edge, -edge + 1, -edge, -edge - 1, 1 << 4000]
-    numbers += [-(1 << 4000), -0.0, math.inf]
-    arrived = trip(numbers)
-    assert arrived == numbers
-    assert math.copysign(1, arrived[-2]) == -1
-    assert math.isnan(trip((math.nan,))[0])
-    assert trip(("\ud800",)) == ("\ud800",)
-
-
-@cases(
-    "value",
-    [
-        torch.float32,
-        torch.quint8,
-        torch.sparse_coo,
-        torch.channels_last,
-        torch.device("cpu"),
-        torch.device("cuda", 1),
-        torch.Size([2, 3]),
-        torch.add,
-        torch.nn.Linear,
-        torch.ops.aten.add.Tensor,
-        admitted.add,
-        admitted.Model,
-        int,
-        WorkerInfo("ps", 1),
-        ReferenceId(1, 2, 3),
-        GroupPart(0, {"lr": 0.1}, [1, 2], []),
-    ],
-)
-def test_what_else_is_plain(value: Any) -> None:
-    arrived = trip((value,))[0]
-    assert arrived == value
-    assert type(arrived) is type(value)
 
 
 def test_errors_of_weft_are_plain() -> None:
@@ -141,39 +92,10 @@ def test_errors_of_weft_are_plain() -> None:
         assert (str(arrived), vars(arrived)) == (str(error), vars(error))
 
 
-def test_notes_of_an_error_stay_behind_where_it_is_a_plain_value() -> None:
-    error = CallError("no", worker="ps")
-    error.__notes__ = ["a note"]  # type: ignore[attr-defined]
-    arrived = trip((error,))[0]
-    assert type(arrived) is CallError
-    assert vars(arrived) == {"worker": "ps", "call": "", "elapsed_s": 0.0}
-
-
-def test_a_state_of_a_module_is_plain() -> None:
-    state = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict()
-    arrived = trip(state)
-    assert type(arrived) is OrderedDict
-    assert list(arrived) == list(state)
-    assert all(torch.equal(arrived[key], state[key]) for key in state)
-    assert arrived._metadata == state._metadata  # type: ignore[attr-defined]
-
-
 # Tensors
 
 
 TABLE = torch.arange(12.0).reshape(3, 4)
-KINDS: dict[str, Callable[[], Tensor]] = {
-    "dense": lambda: TABLE,
-    "transposed": lambda: TABLE.T,
-    "bfloat16": lambda: TABLE.to(torch.bfloat16),
-    "conjugate": lambda: TABLE.to(torch.complex64).conj(),
-    "empty": lambda: torch.empty(0, 3),
-    "scalar": lambda: torch.tensor(3),
-    "parameter": lambda: nn.Parameter(torch.ones(2)),
-    "frozen parameter": lambda: nn.Parameter(torch.ones(2), requires_grad=False),
-    "requires grad": lambda: torch.ones(2, requires_grad=True),
-    "sparse": lambda: TABLE.to_sparse(),
-}
 
 
 OTHER_KINDS: dict[str, Callable[[], Tensor]] = {
@@ -185,18 +107,6 @@ OTHER_KINDS: dict[str, Callable[[], Tensor]] = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
     "meta": lambda: torch.empty(2, device="meta"),
 }
-
-
-@cases("kind", KINDS)
-def test_tensors_that_are_dense_or_sparse(kind: str) -> None:
-    tensor = KINDS[kind]()
-    (arrived,) = trip([tensor])
-    assert type(arrived) is type(tensor)
-    assert (arrived.dtype, arrived.layout) == (tensor.dtype, tensor.layout)
-    assert arrived.requires_grad == tensor.requires_grad
-    both = [each if each.layout is torch.strided else each.to_dense() for each in (arrived, tensor)]
-    assert both[0].shape == both[1].shape
-    assert raw(both[0]) == raw(both[1])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -250,30 +160,6 @@ def test_attributes_do_not_hide_what_a_class_has(name: str) -> None:
             values.decode(
                 payload(content, counted(tags.DICTIONARY, 1), attribute), [torch.ones(1)], ()
             )
-
-
-def test_views_go_on_sharing_memory_and_a_tensor_in_two_places_is_one() -> None:
-    base = torch.zeros(6)
-    arrived = trip({"base": base, "row": base[:3], "again": [base]})
-    assert arrived["again"][0] is arrived["base"]
-    arrived["row"].fill_(1)
-    assert arrived["base"].tolist() == [1, 1, 1, 0, 0, 0]
-
-
-def test_attributes_of_a_tensor_travel() -> None:
-    tensor: Any = torch.ones(2)
-    tensor.tag = {"step": 3}
-    (arrived,) = trip([tensor])
-    assert arrived.tag == {"step": 3}
-
-
-def test_a_list_in_two_places_is_one_and_may_be_in_itself() -> None:
-    shared: list[Any] = [1]
-    first, second = trip((shared, {"again": shared}))
-    assert first is second["again"]
-    shared.append(shared)
-    (arrived,) = trip((shared,))
-    assert arrived[1] is arrived
 
 
 # Values that are not plain
@@ -482,10 +368,6 @@ def test_malformed_bytes_are_a_protocol_error(content: bytes) -> None:
         values.decode(content, (), ())
 
 
-def _nothing(name: bytes) -> Any:
-    raise UnknownFunction(f"no {name!r}")
-
-
 def test_an_error_is_made_of_errors_of_weft_only() -> None:
     name = b"torchweft.errors:_rebuild_with_fields"
     content = payload(
@@ -578,75 +460,6 @@ def has_repeated(given: Any) -> bool:
     return False
 
 
-@given(st.lists(VALUES | NESTED, max_size=5).map(tuple))
-def test_values_of_other_kinds_are_left_to_the_other_encoder(given: Any) -> None:
-    payload, _ = encoded(given)
-    strict = values.Encoder(True, ()).encode(given)
-    assert payload in (None, strict)
-    assert values.decode(strict, (), ()) == given
-
-
-def test_tensors_are_of_any_kind_and_stay_outside() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    sparse = TABLE.to_sparse()
-    given = (sparse, 5, {"weight": parameter}, [TABLE.T, sparse])
-    payload, tensors = encoded(given)
-    assert payload is not None
-    assert [id(each) for each in tensors] == [id(sparse), id(parameter), id(given[3][0])]
-    arrived = values.decode(payload, tensors, ())
-    assert arrived[0] is sparse
-    assert arrived[2]["weight"] is parameter
-    assert arrived[3][1] is sparse
-
-
-def test_a_hundred_tensors_are_each_carried_once() -> None:
-    given = [torch.ones(1) for _ in range(100)]
-    payload, tensors = encoded((given, given[50], [*reversed(given)]))
-    assert payload is not None
-    assert [id(each) for each in tensors] == [id(each) for each in given]
-    first, middle, backward = values.decode(payload, tensors, ())
-    assert middle is first[50]
-    assert backward[0] is first[99]
-
-
-def test_lists_and_dicts_that_come_twice_stay_one_object() -> None:
-    shared: list[Any] = [1]
-    shared.append(shared)
-    many = [{"number": index} for index in range(100)]
-    payload, _ = encoded({"first": shared, "again": shared, "many": many, "last": many[-1]})
-    assert payload is not None
-    arrived = values.decode(payload, (), ())
-    assert arrived["first"] is arrived["again"] is arrived["first"][1]
-    assert arrived["last"] is arrived["many"][-1]
-
-
-@pytest.mark.parametrize("repeated", [(1,), frozenset({1}), "x" * 33, b"x" * 33], ids=repr)
-def test_an_object_that_cannot_be_referred_to_is_left_to_pickle(repeated: Any) -> None:
-    assert encoded([repeated])[0] is not None
-    assert encoded([repeated, repeated])[0] is None
-
-
-def test_short_texts_and_empty_tuples_may_come_again() -> None:
-    assert encoded(["x" * 32, "x" * 32, (), (), frozenset(), frozenset()])[0] is not None
-
-
-def test_nested_tuples_are_not_written_out() -> None:
-    value: Any = (1,)
-    for _ in range(100):
-        value = (value, value)
-    assert encoded(value)[0] is None
-
-
-def test_a_deep_value_is_left_to_pickle() -> None:
-    value: Any = 1
-    for _ in range(values.DEPTH_LIMIT - 1):
-        value = [value]
-    payload, _ = encoded(value)
-    assert payload is not None
-    assert values.decode(payload, (), ()) == value
-    assert encoded([[value]])[0] is None
-
-
 def test_references_that_go_home_travel() -> None:
     home = ReferenceId(1, -2, 1 << 40)
     wanted = object()
@@ -667,18 +480,6 @@ def test_references_that_go_home_travel() -> None:
         with pytest.raises(ProtocolError, match="reference where there can be none"):
             read(payload, (), ())
     assert values.encode((1, wanted), [], True) is None
-
-
-def test_what_the_program_raises_meanwhile_comes_through() -> None:
-    def fail(_: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        values.encode([object()], [], True, fail)
-    payload = values.encode(object(), [], True, lambda _: ReferenceId(1, 2, 3))
-    assert payload is not None
-    with pytest.raises(KeyboardInterrupt):
-        values.decode(payload, (), (), come_home=fail)
 
 
 class Number(int):
@@ -711,32 +512,3 @@ hiding.items = 5  # type: ignore[method-assign, assignment]
 def test_any_other_value_is_left_to_pickle(value: Any) -> None:
     assert encoded(value)[0] is None
     assert encoded((1, torch.ones(1), {"key": [value]}, "text"))[0] is None
-
-
-@given(st.binary(max_size=80))
-@settings(max_examples=examples(500))
-def test_any_bytes_are_a_value_or_a_typed_error(data: bytes) -> None:
-    try:
-        values.decode(data, (), (), _nothing)
-    except (ProtocolError, UnknownFunction):
-        pass
-
-
-@given(st.data())
-@settings(max_examples=examples(300))
-def test_values_that_were_damaged_are_values_or_a_typed_error(data: st.DataObject) -> None:
-    given = (1, None, True, 2.5, "text", b"bytes", torch.ones(1), len, [1, {"key": (2,)}, {3}])
-    whole, tensors = encoded(given)
-    assert whole is not None
-    damaged = bytearray(whole)
-    place = data.draw(st.integers(0, len(whole) - 1))
-    damaged[place] = data.draw(st.integers(0, 255))
-    for sent in (damaged, whole[:place], whole + bytes(damaged[:1])):
-        try:
-            values.decode(sent, tensors, (), _nothing)
-        except (ProtocolError, UnknownFunction):
-            pass
-    with pytest.raises((ProtocolError, UnknownFunction)):
-        values.decode(whole[:place], tensors, (), _nothing)
-    with pytest.raises(ProtocolError, match="1 bytes too many"):
-        values.decode(whole + b"\0", tensors, (), lambda name: None)
