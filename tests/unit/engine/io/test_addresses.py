@@ -13,10 +13,7 @@ from torchweft.engine.io.addresses import (
     TcpAddress,
     UnixAddress,
     dial,
-    is_far,
-    is_unspecified,
     listen_tcp,
-    listen_unix,
     parse,
     tune,
 )
@@ -72,37 +69,12 @@ def test_any_text_is_an_address_or_refused(text: str) -> None:
     assert parse(str(address)) == address
 
 
-def test_a_dialled_unix_listener_answers() -> None:
-    check_listener(*listen_unix())
-
-
-@pytest.mark.parametrize("is_secure", [False, True])
-def test_a_dialled_tcp_listener_answers(is_secure: bool) -> None:
-    """The listener does not run TLS itself, but its address announces it."""
-    listener, address = listen_tcp("127.0.0.1", is_secure=is_secure)
-    check_listener(listener, address)
-    assert str(address).startswith("tls:" if is_secure else "tcp:")
-
-
 def check_listener(listener: socket.socket, address: Address) -> None:
     with listener, dial(address, 5.0) as caller:
         accepted, _ = listener.accept()
         with accepted:
             accepted.sendall(b"hello")
             assert caller.recv(5) == b"hello"
-
-
-def test_names_of_unix_listeners_are_all_different() -> None:
-    listeners = [listen_unix() for _ in range(20)]
-    assert len({address for _, address in listeners}) == 20
-    for listener, _ in listeners:
-        listener.close()
-
-
-@pytest.mark.parametrize("address", [UnixAddress("weft-nobody"), TcpAddress("127.0.0.1", 1)])
-def test_nobody_answers(address: Address) -> None:
-    with pytest.raises(ConnectionRefusedError):
-        dial(address, 5.0)
 
 
 def test_an_address_of_another_machine_is_explained() -> None:
@@ -120,21 +92,3 @@ def test_connections_within_one_machine_are_not_paced() -> None:
                 chosen = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
                 assert chosen.rstrip(b"\0") == b"reno"
                 assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-def test_a_unix_socket_needs_no_tuning() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        tune(ours)
-
-
-def test_what_an_address_is_for() -> None:
-    assert [is_unspecified(host) for host in ("0.0.0.0", "::", "10.0.0.1", "node")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert not is_far(UnixAddress("x"))
-    assert not is_far(TcpAddress("127.0.0.1", 1))
-    assert is_far(TcpAddress("10.0.0.1", 1))

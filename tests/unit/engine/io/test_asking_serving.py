@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -18,13 +17,11 @@ from torchweft.engine.codec.tensors import encode_tensors
 from torchweft.engine.codec.values import encode, no_home, refuse_home
 from torchweft.engine.wire.frames import Frame, encode_frame
 from torchweft.engine.wire.messages import (
-    NAMED,
     NO_CREATION,
     Kind,
     decode_reply,
     encode_call,
     encode_reply,
-    with_names,
 )
 from torchweft.native import native, reason
 
@@ -141,15 +138,6 @@ def test_a_call_over_a_broken_connection_raises_and_leaves_no_lease(end: End) ->
     with pytest.raises(OSError, match="Broken pipe"):
         ask(end, {7: Call()})
     assert not end.is_read
-
-
-def test_a_call_that_has_just_ended_is_no_error(end: End) -> None:
-    """Another thread may have taken it out of the table, as its time was up."""
-    end.arrives(Kind.REPLY, 7, encode_reply(0, 0, (), encoded(3)[0]))
-    call = Call()
-    assert native is not None
-    message = encode_frame(Kind.CALL, 0, 7, b"request")
-    assert native.Lease.ask(end.link, 7, call, message, {}, REST) == (3,)
 
 
 # Serving
@@ -271,43 +259,6 @@ def test_calls_that_come_one_by_one_are_served_in_one_go(end: End) -> None:
     assert len(server.slow) < 31
 
 
-def test_keyword_arguments_and_errors(end: End) -> None:
-    def function(first: int, *, second: int) -> None:
-        raise ValueError(first + second)
-
-    server = Server(end, function)
-    arrives(end, *with_names((1,), {"second": 2}), flags=NAMED)
-    assert server.serve() == 0
-    error = made[0].outcomes[0]
-    assert isinstance(error, ValueError)
-    assert error.args == (3,)
-    assert error.__traceback__ is not None
-    assert error.__traceback__.tb_frame.f_code is function.__code__
-
-
-def test_a_result_that_is_not_encoded_is_settled(end: End) -> None:
-    server, result = Server(end, lambda: made), object()
-    Module.function = function = lambda: result
-    server.usual = {NAME: (Module, "function", function)}
-    arrives(end)
-    assert server.serve() == 0
-    assert server.settled == [result]
-
-
-def test_a_call_that_is_not_wanted_does_not_run(end: End) -> None:
-    server = Server(end, pytest.fail)
-    arrives(end, number=UNWANTED)
-    assert server.serve() == 0
-    assert not made[0].outcomes
-
-
-def test_a_slow_function_is_told(end: End) -> None:
-    server = Server(end, lambda: time.sleep(0.01))
-    arrives(end)
-    assert server.serve() == 0
-    assert server.slow == [NAME]
-
-
 @pytest.mark.parametrize("why", ["name", "redefined", "context", "flags", "arguments", "malformed"])
 def test_an_unusual_call_is_left_unread(end: End, why: str) -> None:
     server = Server(end, pytest.fail)
@@ -374,17 +325,3 @@ def test_a_link_that_a_waiting_thread_reads_is_armed(end: End) -> None:
     assert not server.unarmed
     leases[0].release()
     assert end.is_armed
-
-
-def test_a_link_that_was_closed_meanwhile_is_not_read(end: End) -> None:
-    server = Server(end, lambda: end.link.close())
-    arrives(end)
-    assert server.serve() is False
-    assert made[0].outcomes
-
-
-def test_the_end_of_the_stream_is_told_as_by_read(end: End) -> None:
-    server = Server(end, pytest.fail)
-    end.other.close()
-    assert server.serve() is None
-    assert end.is_read

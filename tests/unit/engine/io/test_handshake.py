@@ -184,21 +184,6 @@ def test_what_was_said_is_not_taken_back_as_an_answer(pair: Pair) -> None:
         acceptor.receive(Kind.HELLO)
 
 
-def test_nobody_proves_anything_by_repeating_what_it_is_told(pair: Pair) -> None:
-    """Holds even for a kind of greeting that both sides might send at the same position."""
-    end = Recorder(pair[0])
-    dialler, acceptor = begin((end, pair[1]))  # type: ignore[arg-type]
-    dialler.send(Kind.HELLO, HELLO)
-    acceptor.receive(Kind.HELLO)
-    acceptor.send(Kind.WELCOME, WELCOME)
-    dialler.receive(Kind.WELCOME)
-    end.written = b""
-    dialler.send(Kind.VERDICT, HELLO)
-    pair[1].sendall(end.written)
-    with pytest.raises(NotProven):
-        dialler.receive(Kind.VERDICT)
-
-
 def greeting_in(frame: bytes) -> tuple[bytes, bytes]:
     """Returns the proof in a HELLO, and its text."""
     said = frame[HEADER.size :]
@@ -356,15 +341,6 @@ def test_the_end_of_the_connection_is_noticed(pair: Pair) -> None:
         acceptor.receive(Kind.HELLO)
 
 
-def test_silence_ends_in_time(pair: Pair) -> None:
-    with pytest.raises(TimeoutError):
-        Handshake.dial(pair[0], KEY, time.monotonic() + 0.01)
-    _, acceptor = begin(pair)
-    acceptor._deadline_s = time.monotonic() + 0.01
-    with pytest.raises(TimeoutError):
-        acceptor.receive(Kind.HELLO)
-
-
 def test_a_byte_now_and_then_does_not_give_more_time(pair: Pair) -> None:
     _, acceptor = begin(pair)
     acceptor._deadline_s = time.monotonic() + 0.1
@@ -377,11 +353,3 @@ def test_a_byte_now_and_then_does_not_give_more_time(pair: Pair) -> None:
             time.sleep(0.005)
         pair[0].close()
         assert isinstance(received.exception(), TimeoutError)
-
-
-def test_time_that_is_up_already_is_up(pair: Pair) -> None:
-    dialler, acceptor = begin(pair)
-    dialler.send(Kind.HELLO, HELLO)
-    acceptor._deadline_s = time.monotonic()
-    with pytest.raises(TimeoutError):
-        acceptor.receive(Kind.HELLO)

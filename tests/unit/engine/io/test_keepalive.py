@@ -55,17 +55,6 @@ def test_the_kernel_answers_for_a_process_that_does_not_read(pair: Pair) -> None
         time.sleep(0.005)
 
 
-def test_of_a_closed_connection_nothing_is_known(pair: Pair) -> None:
-    pair[0].close()
-    assert silence_s(pair[0]) is None
-
-
-def test_of_a_unix_socket_nothing_is_known() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        assert silence_s(ours) is None
-
-
 def test_what_comes_does_not_count_while_nothing_is_answered(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,14 +66,6 @@ def test_what_comes_does_not_count_while_nothing_is_answered(
     monkeypatch.setattr(session, "_info", lambda _: as_it_is[:2] + b"\1" + as_it_is[3:])
     assert silence_s(ours) is None
     assert is_unanswered(ours)
-
-
-def test_nobody_owes_an_answer_where_nothing_is_known(pair: Pair) -> None:
-    pair[0].close()
-    assert not is_unanswered(pair[0])
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        assert not is_unanswered(ours)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +85,3 @@ def test_an_idle_connection_is_probed_five_times_before_it_is_silent(
     assert probes * interval_s >= detection_s
     limit_ms = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     assert limit_ms == int(2000 * detection_s)
-
-
-def test_a_unix_socket_is_left_as_it_is() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        keep_alive(ours, 5.0)
-        theirs.sendall(b"x")
-        assert ours.recv(1) == b"x"

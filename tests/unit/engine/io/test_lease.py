@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import select
 import signal
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +30,6 @@ pytestmark = pytest.mark.skipif(native is None, reason=reason)
 LIMIT_S = 20.0
 TICK_S = 0.1
 """How long one wait takes at most before it looks whether it is over."""
-ROUNDS = 20
 RECEIVE_BYTES = 4096
 CONTROL_LIMIT_BYTES, FRAME_LIMIT_BYTES = 1 << 16, 1 << 18
 ANSWERS = 1 << Kind.REPLY
@@ -135,25 +132,6 @@ def test_the_awaited_frame_is_taken_and_the_others_are_handed_over(end: End) -> 
     assert os.eventfd_read(end.wake_fd) == 1
 
 
-def test_nothing_is_taken_before_it_comes(end: End) -> None:
-    lease = lease_of(end)
-    assert wait(lease, []) == NOTHING
-    assert not end.tasks
-
-
-def test_one_thread_at_a_time_reads(end: End) -> None:
-    lease = lease_of(end)
-    assert end.is_read
-    assert not end.link.claim()
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lease_of, end).result() is None
-    lease.release()
-    assert end.link.claim()
-    assert lease_of(end) is None
-    end.link.unclaim()
-    assert lease_of(end) is not None
-
-
 def test_a_link_is_not_leased_before_its_frames_can_be_handed_over(unwatched: End) -> None:
     """A peer may be called as soon as it has its link, which is watched a moment later."""
     unwatched.arrives(Kind.CALL, 7)
@@ -205,23 +183,6 @@ def test_an_answer_that_was_taken_owes_its_task_until_it_is_settled(end: End) ->
         assert list(end.tasks) == [] if is_settled else ["complete it"]
 
 
-def test_an_answer_that_was_taken_is_not_lost_with_its_lease(end: End) -> None:
-    end.arrives(Kind.REPLY, 7)
-    wait(lease_of(end), Call(), then="complete it")
-    gc.collect()
-    assert list(end.tasks) == ["complete it"]
-
-
-def test_a_second_answer_is_no_answer(end: End) -> None:
-    lease, call = lease_of(end), Call()
-    end.arrives(Kind.REPLY, 7, b"first")
-    end.arrives(Kind.REPLY, 7, b"second")
-    assert wait(lease, call) == TAKEN
-    assert call.frame is not None
-    assert bytes(call.frame.control) == b"first"
-    assert [bytes(each.control) for each in end.incoming] == [b"second"]
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -235,24 +196,6 @@ def test_what_another_thread_has_to_read_ends_the_wait(end: End, data: bytes) ->
     assert wait(lease, [], limit_s=1e9) == ENDED
     lease.release()
     assert list(end.tasks) == ["look at it"]
-
-
-def test_what_is_no_frame_is_left_to_the_next_reader(end: End) -> None:
-    lease = lease_of(end)
-    end.other.sendall(b"\xff" * 100)
-    wait(lease, [])
-    lease.release()
-    assert end.link.read(False) is None
-    assert end.link.is_large
-    assert begin_of_large(end.link) == b"\xff" * 100
-
-
-def test_the_end_of_the_connection_ends_the_wait(end: End) -> None:
-    lease, taken = lease_of(end), []
-    end.arrives(Kind.REPLY, 7)
-    end.other.close()
-    assert wait(lease, taken) == TAKEN
-    assert wait(lease, taken, 8, limit_s=1e9) == ENDED
 
 
 @pytest.mark.keeps("threads")
@@ -304,16 +247,6 @@ def test_what_the_reactor_reads_while_handlers_run_ends_the_wait(end: End) -> No
         signal.signal(signal.SIGALRM, before)
         over.cancel()
         over.join()
-
-
-def test_a_wait_is_ended_by_its_eventfd(end: End) -> None:
-    lease, wake_fd = lease_of(end), os.eventfd(0)
-    began_s = time.monotonic()
-    for _ in range(ROUNDS):
-        os.eventfd_write(wake_fd, 1)
-        assert lease.wait(ANSWERS, 7, [], None, -1, 1e9, wake_fd) == NOTHING
-    assert time.monotonic() - began_s < ROUNDS * TICK_S / 2
-    os.close(wake_fd)
 
 
 def test_a_wait_ends_in_time_while_messages_for_others_come(end: End) -> None:

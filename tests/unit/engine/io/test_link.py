@@ -81,12 +81,6 @@ def read_frames(link: Link, count: int) -> list[Frame]:
     return frames
 
 
-def send_often(link: Link) -> None:
-    """Sends repeatedly, so that the link notices the end of its connection."""
-    for _ in range(1000):
-        link.send(frame_parts(1, b"x" * 10_000), may_block=False)
-
-
 def send_bytes(link: Link, *pieces: bytes) -> threading.Thread:
     """Has another thread write bytes that are no whole frames."""
 
@@ -181,34 +175,6 @@ def flush_until_written(end: End) -> None:
                 received(end.link, may_block=False)
 
 
-def test_one_large_piece_is_no_exception(ends: tuple[End, End]) -> None:
-    one, other = ends
-    one.link.send(frame_parts(1, b"z" * BIG_BYTES), may_block=False)
-    assert one.link.has_queued
-    reader = Reader(other.link, 1)
-    flush_until_written(one)
-    assert bytes(reader.result()[0].control) == b"z" * BIG_BYTES
-
-
-@pytest.mark.parametrize("buffers", [(), (b"b" * 5000,)])
-def test_a_thread_that_may_block_writes_everything_itself(
-    ends: tuple[End, End], buffers: tuple[bytes, ...]
-) -> None:
-    one, other = ends
-    reader = Reader(other.link, 1)
-    one.link.send(frame_parts(1, b"z" * BIG_BYTES, *buffers), may_block=True)
-    assert not one.is_full.is_set()
-    assert bytes(reader.result()[0].control) == b"z" * BIG_BYTES
-
-
-def test_more_parts_than_one_system_call_takes(ends: tuple[End, End]) -> None:
-    one, other = ends
-    buffers = [b"" if number % 3 else bytes([number % 256]) for number in range(3000)]
-    one.link.send(frame_parts(1, b"", *buffers), may_block=False)
-    (frame,) = read_frames(other.link, 1)
-    assert [bytes(buffer) for buffer in frame.buffers] == buffers
-
-
 def test_frames_of_many_threads_stay_whole(ends: tuple[End, End]) -> None:
     one, other = ends
     threads_count, each = 6, 60
@@ -247,21 +213,6 @@ def check_whole(frames: list[Frame], threads_count: int, each: int) -> None:
             assert all(bytes(part) == bytes([writer]) * len(part) for part in parts)
 
 
-def test_the_end_inside_a_frame_is_noticed(ends: tuple[End, End]) -> None:
-    one, other = ends
-    whole = b"".join(bytes(part) for part in frame_parts(1, b"c" * 5000, b"b" * 5000))
-    one.link.send([whole[:7000]], may_block=False)
-    one.link.hang_up()
-    with pytest.raises(LinkClosed, match="end of file"):
-        read_frames(other.link, 1)
-
-
-def test_a_blocked_reader_looks_up_now_and_then(ends: tuple[End, End]) -> None:
-    link = ends[0].link
-    with reading(link):
-        assert received(link, may_block=True) == []
-
-
 def test_hanging_up_wakes_a_reader_and_a_writer(
     monkeypatch: pytest.MonkeyPatch, ends: tuple[End, End]
 ) -> None:
@@ -291,26 +242,6 @@ def test_hanging_up_wakes_a_reader_and_a_writer(
     assert len(errors) == 2
 
 
-def test_nothing_is_sent_after_the_end(ends: tuple[End, End]) -> None:
-    one, other = ends
-    one.link.hang_up()
-    one.link.hang_up()
-    with pytest.raises(LinkClosed):
-        one.link.send(frame_parts(1), may_block=True)
-    with pytest.raises(LinkClosed):
-        send_often(other.link)
-
-
-def test_a_link_is_freed_after_a_write_that_failed(ends: tuple[End, End]) -> None:
-    one, other = ends
-    other.link.close()
-    with pytest.raises(LinkClosed):
-        send_often(one.link)
-    one.link.hang_up()
-    assert one.link.free()
-    assert one.link.is_free
-
-
 def test_drain_waits_until_the_last_byte_is_written(ends: tuple[End, End]) -> None:
     one, other = ends
     one.link.send(frame_parts(1, b"x" * BIG_BYTES), may_block=False)
@@ -328,13 +259,6 @@ def test_drain_gives_up_in_time_where_nobody_reads(ends: tuple[End, End]) -> Non
     one.link.send(frame_parts(1, b"x" * BIG_BYTES), may_block=False)
     one.link.drain(0.02)
     assert one.link.bytes_sent < BIG_BYTES
-
-
-def test_drain_of_a_closed_link_returns_at_once(ends: tuple[End, End]) -> None:
-    one, _ = ends
-    one.link.send(frame_parts(1, b"x" * BIG_BYTES), may_block=False)
-    one.link.hang_up()
-    one.link.drain(1e9)
 
 
 def test_what_is_no_frame_is_refused(ends: tuple[End, End]) -> None:

@@ -88,28 +88,6 @@ def test_a_connection_that_nobody_has_accepted_is_of_nobody() -> None:
             check_user(dialled)
 
 
-def test_a_connection_whose_other_end_has_gone_is_of_nobody() -> None:
-    with listen("127.0.0.1") as listener:
-        dialled = dial(listener)
-        accepted, _ = listener.accept()
-        with accepted:
-            dialled.close()
-            assert accepted.recv(1) == b""
-            assert user_of(accepted) is None
-
-
-def test_a_socket_of_version_6_that_speaks_version_4() -> None:
-    with listen("127.0.0.1") as listener, socket.socket(socket.AF_INET6) as dialled:
-        try:
-            dialled.connect(("::ffff:127.0.0.1", listener.getsockname()[1]))
-        except OSError:
-            pytest.skip("this machine has no IPv6")
-        accepted, _ = listener.accept()
-        with accepted:
-            assert user_of(accepted) == os.geteuid()
-            assert user_of(dialled) == os.geteuid()
-
-
 def test_without_tables_no_user_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(handshake, "_TABLES", (str(tmp_path / "none"),))
     with listen("127.0.0.1") as listener, dial(listener) as dialled:

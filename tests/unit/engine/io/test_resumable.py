@@ -144,26 +144,6 @@ def test_what_is_received_is_received_once_wherever_connections_break(
     assert bytes(frames[3].control) == b"c" * 9000
 
 
-def test_what_is_sent_during_a_break_comes_after_it(end: End) -> None:
-    end.other.close()
-    end.notice()
-    assert end.link.is_broken
-    for frame in FRAMES:
-        end.link.send(frame, may_block=True)
-    end.reconnect(0)
-    assert not end.link.is_broken
-    assert end.arrived(len(STREAM)) == STREAM
-
-
-def test_an_end_of_file_is_a_break_that_is_told_once(end: End) -> None:
-    end.other.close()
-    end.notice()
-    end.notice()
-    with reading(end.link):
-        assert received(end.link, may_block=False) == []
-    assert end.breaks == [("end of file", True)]
-
-
 def test_a_break_is_noticed_by_who_writes(end: End) -> None:
     end.other.close()
     deadline_s = time.monotonic() + LIMIT_S
@@ -229,22 +209,6 @@ def test_breaking_off_tells_the_peer_and_this_side(end: End) -> None:
     assert len(end.breaks) == 1
 
 
-def test_a_session_that_was_stopped_receives_nothing_more(end: End) -> None:
-    end.other.sendall(STREAM)
-    assert end.link.stop() == 0
-    with reading(end.link):
-        assert received(end.link, may_block=False) == []
-    assert end.link.bytes_received == 0
-    assert end.breaks == []
-    end.link.report_break("nobody answers")
-    assert end.breaks == [("nobody answers", True)]
-
-
-def test_nothing_is_reported_of_a_connection_that_stands(end: End) -> None:
-    end.link.report_break("an attempt beside it failed")
-    assert end.breaks == []
-
-
 def test_who_waits_to_read_goes_on_with_the_new_connection(end: End) -> None:
     end.other.close()
     end.notice()
@@ -282,30 +246,6 @@ def flush_until_written(end: End) -> None:
         end.link.flush()
 
 
-def test_what_finds_no_room_is_written_on_by_flushing(end: End) -> None:
-    frame = frame_parts(1, b"z" * BIG_BYTES, b"y" * 100)
-    end.link.send(frame, may_block=False)
-    assert end.is_full.is_set()
-    end.link.send(FRAMES[0], may_block=False)
-    flusher = threading.Thread(target=flush_until_written, args=(end,))
-    flusher.start()
-    expected = as_bytes(frame, FRAMES[0])
-    assert end.arrived(len(expected)) == expected
-    flusher.join(LIMIT_S)
-
-
-def test_the_peer_is_told_how_much_came(end: End) -> None:
-    end.other.sendall(as_bytes(FRAMES[1]))
-    end.receive(1)
-    end.link.acknowledge()
-    end.link.acknowledge()
-    said = encode_frame(Kind.ACKNOWLEDGED, 0, 0, encode_ints(len(as_bytes(FRAMES[1]))))
-    assert end.arrived(len(as_bytes(said))) == as_bytes(said)
-    end.other.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        end.other.recv(1)
-
-
 def test_after_much_the_peer_is_told_at_once(end: End) -> None:
     data = as_bytes(frame_parts(1, b"x" * ALONE_BYTES))
     writer = threading.Thread(target=end.other.sendall, args=(data,))
@@ -314,28 +254,6 @@ def test_after_much_the_peer_is_told_at_once(end: End) -> None:
     writer.join(LIMIT_S)
     header = end.arrived(16)
     assert header[0] == Kind.ACKNOWLEDGED
-
-
-def test_less_is_acknowledged_before_the_next_message(end: End) -> None:
-    end.other.sendall(as_bytes(*[frame_parts(number, b"x" * 1000) for number in range(80)]))
-    end.receive(80)
-    end.link.send(FRAMES[1], may_block=False)
-    received = end.link.bytes_received
-    said = encode_frame(Kind.ACKNOWLEDGED, 0, 0, encode_ints(received))
-    expected = as_bytes(said, FRAMES[1])
-    assert end.arrived(len(expected)) == expected
-
-
-def test_acknowledged_memory_is_let_go_of(end: End) -> None:
-    tensor = bytearray(b"t" * 10_000)
-    frame = encode_frame(1, 0, 1, b"", [memoryview(tensor)])
-    end.link.send(list(frame), may_block=False)
-    size = len(as_bytes(frame))
-    del frame
-    with pytest.raises(BufferError):
-        tensor.append(1)
-    end.link.acknowledged(size)
-    tensor.append(1)
 
 
 def test_nothing_is_let_go_of_while_the_session_is_resumed(
@@ -420,21 +338,6 @@ def test_a_session_that_has_ended_is_not_resumed(end: End) -> None:
     assert end.breaks == []
 
 
-def test_hanging_up_is_no_break(end: End) -> None:
-    end.other.sendall(as_bytes(FRAMES[1]))
-    end.receive(1)  # Data that could be acknowledged.
-    end.link.hang_up()
-    with reading(end.link), pytest.raises(LinkClosed):
-        received(end.link, may_block=True)
-    with pytest.raises(LinkClosed):
-        end.link.send(FRAMES[0], may_block=False)
-    end.link.say_goodbye()
-    end.link.break_off("too late")
-    end.link.acknowledge()
-    end.link.flush()
-    assert end.breaks == []
-
-
 def test_descriptors_keep_their_numbers_and_are_those_of_the_connection(end: End) -> None:
     numbers = end.link.read_fd, end.link.write_fd
     count = len(os.listdir("/proc/self/fd"))
@@ -446,13 +349,6 @@ def test_descriptors_keep_their_numbers_and_are_those_of_the_connection(end: End
         assert not any(os.get_inheritable(fd) for fd in numbers)
     assert len(os.listdir("/proc/self/fd")) == count
     assert end.link.resumption_count == 50
-
-
-def test_the_last_word_is_a_goodbye(end: End) -> None:
-    end.link.send(FRAMES[0], may_block=False)
-    end.link.say_goodbye()
-    expected = as_bytes(FRAMES[0], encode_frame(Kind.GOODBYE, 0, 0, b""))
-    assert end.arrived(len(expected)) == expected
 
 
 def test_a_session_that_ends_just_then_needs_no_goodbye(
@@ -481,15 +377,6 @@ def test_a_drain_waits_until_the_peer_has_everything(end: End) -> None:
     assert not drainer.is_alive(), "nobody acknowledges a goodbye, or an acknowledgement"
 
 
-def test_a_drain_ends_in_time_and_at_once_with_the_session(end: End) -> None:
-    end.link.send(frame_parts(1, b"z" * BIG_BYTES), may_block=False)
-    began_s = time.monotonic()
-    end.link.drain(0.02)
-    assert time.monotonic() - began_s < 5.0
-    end.link.hang_up()
-    end.link.drain(1e9)
-
-
 def test_a_forked_process_frees_its_descriptors_and_leaves_the_connection(end: End) -> None:
     keeper = end.link._socket.dup()  # The parent's copy.
     end.link.abandon()
@@ -506,7 +393,3 @@ def test_a_forked_process_frees_its_descriptors_and_leaves_the_connection(end: E
 def test_an_acknowledgement_without_a_position_makes_no_sense(control: bytes) -> None:
     with pytest.raises(ProtocolError):
         position_in(control)
-
-
-def test_an_acknowledgement_has_a_position() -> None:
-    assert position_in(encode_ints(1 << 40)) == 1 << 40

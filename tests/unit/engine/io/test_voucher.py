@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.engine.io.handshake import (
-    NUMBER_BYTES,
     VOUCHER_LIMIT_BYTES,
     Greeting,
     Handshake,
@@ -25,23 +24,6 @@ from torchweft.secret import Secret
 KEY, OTHER_KEY = Secret(b"the key of the run"), Secret(b"the key of another run")
 ME = 7
 LIMIT_S = 10.0
-
-
-def test_a_voucher_is_found_wherever_it_stands() -> None:
-    voucher = new_voucher(KEY, ME).encode()
-    number = bytes.fromhex(voucher[: 2 * NUMBER_BYTES].decode())
-    for before, after in ((b"", b""), (b"\x16\3\1" * 30, b"\0" * 300), (b"0" * 33, b".weft")):
-        assert number_in(before + voucher + after, KEY, ME) == number
-
-
-def test_a_voucher_is_a_host_name() -> None:
-    labels = new_voucher(KEY, ME).split(".")
-    assert all(0 < len(label) < 64 for label in labels)
-
-
-def test_each_voucher_has_a_number_of_its_own() -> None:
-    numbers = {number_in(new_voucher(KEY, ME).encode(), KEY, ME) for _ in range(100)}
-    assert len(numbers) == 100
 
 
 def test_a_voucher_is_for_one_worker_of_one_run() -> None:

@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.certificates import Authority
 from tests.thorough import examples
@@ -21,7 +19,7 @@ from tests.unit.engine.io.reading import received
 from tests.unit.engine.io.secure.meeting import LIMIT_S, secure_pair, tcp_pair
 from torchweft.engine.io.link import Link, LinkClosed
 from torchweft.engine.io.secure import SecureConnection, TlsOptions, secure_server
-from torchweft.engine.io.secure.connection import _RECORD_BYTES, CUT_OFF, _pieces
+from torchweft.engine.io.secure.connection import CUT_OFF
 from torchweft.engine.wire.frames import Buffer, Frame, FrameParser, encode_frame
 
 DONTWAIT = socket.MSG_DONTWAIT
@@ -186,55 +184,7 @@ def test_what_was_encrypted_but_not_sent_is_not_reported_as_sent(narrow: Pair) -
         assert reading.result(LIMIT_S) == data
 
 
-def test_a_blocking_write_sends_all(narrow: Pair) -> None:
-    client, server = narrow
-    client.settimeout(None)
-    data = random.Random(3).randbytes(BIG_BYTES)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read_exactly, server, BIG_BYTES)
-        assert client.sendmsg([data[:10], b"", data[10:]]) == BIG_BYTES
-        assert reading.result(LIMIT_S) == data
-
-
-@given(st.lists(st.integers(0, 3 * _RECORD_BYTES), max_size=8), st.integers(0, 255))
-def test_pieces_are_all_bytes_in_order_and_not_empty(sizes: list[int], seed: int) -> None:
-    parts = [random.Random(seed + number).randbytes(size) for number, size in enumerate(sizes)]
-    pieces = list(_pieces(parts))
-    assert b"".join(pieces) == b"".join(parts)
-    assert all(pieces)
-
-
-def test_small_parts_go_together_and_large_parts_are_not_copied() -> None:
-    large = bytearray(_RECORD_BYTES + 1)
-    first, second = _pieces([b"head", b"", b"body", large])
-    assert first == b"headbody"
-    assert second is large
-
-
 # Reading
-
-
-def test_what_is_in_memory_already_is_pending(pair: Pair) -> None:
-    client, server = pair
-    client.sendall(b"x" * 1000)
-    wait_for(server, select.POLLIN)
-    assert server.recv(1) == b"x"
-    assert server.pending
-    poll = select.poll()
-    poll.register(server, select.POLLIN)
-    assert not poll.poll(0)  # Pending plaintext causes no event.
-    assert len(server.recv(1000)) == 999
-    assert not server.pending
-
-
-def test_nothing_pending_and_nothing_there_does_not_wait(pair: Pair) -> None:
-    client, _ = pair
-    assert not client.pending
-    with pytest.raises(BlockingIOError):
-        client.recv(1, DONTWAIT)
-    client.settimeout(0)
-    with pytest.raises(BlockingIOError):
-        client.recv(1)
 
 
 def test_a_part_of_a_record_is_not_pending_and_does_not_wait(recorder: Recorder) -> None:
@@ -256,18 +206,7 @@ def test_a_receive_with_a_tick_waits_for_one(pair: Pair) -> None:
         client.recv(1)
 
 
-def test_no_room_receives_nothing(pair: Pair) -> None:
-    assert pair[0].recv_into(bytearray()) == 0
-    assert pair[0].recv(0) == b""
-
-
 # Time limits
-
-
-def test_a_receive_ends_at_its_timeout(pair: Pair) -> None:
-    pair[0].settimeout(0.02)
-    with pytest.raises(TimeoutError):
-        pair[0].recv(1)
 
 
 def test_one_byte_at_a_time_does_not_gain_time(recorder: Recorder) -> None:
@@ -386,27 +325,6 @@ def test_nothing_can_be_sent_after_the_farewell(pair: Pair) -> None:
     with pytest.raises(ConnectionError):
         client.sendall(b"one more thing")
     assert server.recv(1) == b""
-
-
-def test_closing_twice_is_harmless(pair: Pair) -> None:
-    pair[0].close()
-    pair[0].close()
-    assert pair[0].fileno() == -1
-
-
-def test_it_is_no_way_around_tls(pair: Pair) -> None:
-    for name in ("sendto", "recvfrom", "recvmsg", "makefile", "sendfile", "detach"):
-        assert not hasattr(pair[0], name)
-
-
-def test_the_socket_shows(pair: Pair) -> None:
-    client, server = pair
-    assert client.family == socket.AF_INET
-    assert client.getpeername() == server.getsockname()
-    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-    with client.dup() as second:
-        assert second.fileno() != client.fileno()
 
 
 # Under a link

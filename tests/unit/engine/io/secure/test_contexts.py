@@ -41,29 +41,6 @@ def test_nothing_older_than_tls_1_3_is_spoken(files: Files) -> None:
         assert context.minimum_version is ssl.TLSVersion.TLSv1_3
 
 
-def test_certificates_are_verified(files: Files) -> None:
-    pair = contexts_of(files).current()
-    assert pair.client.verify_mode is ssl.CERT_REQUIRED
-    assert pair.server.verify_mode is ssl.CERT_REQUIRED
-    one_sided = Contexts(files, is_mutual=False).current()
-    assert one_sided.client.verify_mode is ssl.CERT_REQUIRED
-    assert one_sided.server.verify_mode is ssl.CERT_NONE
-
-
-def test_only_the_given_authorities_are_trusted(files: Files) -> None:
-    for context in contexts_of(files).current():
-        assert len(context.get_ca_certs()) == 1
-
-
-@pytest.mark.parametrize("which", ["certificate", "key", "ca"])
-def test_a_missing_file_is_named(files: Files, which: str) -> None:
-    path = getattr(files, which)
-    os.remove(path)
-    with pytest.raises(ConfigurationError, match="cannot read the TLS file") as caught:
-        contexts_of(files).current()
-    assert path in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("which", "complaint"),
     [
@@ -128,13 +105,4 @@ def test_until_all_files_are_renewed_the_old_ones_stay_in_force(
     assert len(caplog.messages) == 1  # Not for each connection.
     assert "is not that of the certificate" in caplog.text
     replace(files, key=key)
-    assert contexts.current() is not before
-
-
-def test_files_that_are_gone_for_a_moment_do_no_harm(files: Files, authority: Authority) -> None:
-    contexts = contexts_of(files)
-    before = contexts.current()
-    os.rename(files.ca, f"{files.ca}.away")
-    assert contexts.current() is before
-    os.rename(f"{files.ca}.away", files.ca)
     assert contexts.current() is not before

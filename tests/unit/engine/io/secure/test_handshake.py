@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 import socket
 import ssl
 import threading
@@ -14,7 +13,7 @@ from tests.unit.engine.io.secure.meeting import LIMIT_S, meet, secure_pair, tcp_
 from torchweft.engine.io.secure import TlsOptions, secure_client, secure_server
 from torchweft.engine.wire.frames import HEADER
 from torchweft.engine.wire.messages import Kind
-from torchweft.errors import ProtocolError, TlsError
+from torchweft.errors import TlsError
 
 Side = Callable[[socket.socket], object]
 
@@ -49,14 +48,6 @@ def is_refused(outcome: object, reason: str) -> bool:
     assert isinstance(outcome, TlsError), outcome
     assert reason in outcome.reason, outcome
     return True
-
-
-def test_both_sides_are_connected_by_tls_1_3(authority: Authority) -> None:
-    with secure_pair(authority.options(), authority.options()) as (client, server):
-        client.sendall(b"question")
-        assert server.recv(100) == b"question"
-        server.sendall(b"answer")
-        assert client.recv(100) == b"answer"
 
 
 def test_what_is_sent_is_not_to_be_read_on_the_way(authority: Authority) -> None:
@@ -160,23 +151,6 @@ def test_a_plain_client_is_told_apart(authority: Authority, words: bytes) -> Non
     assert "every worker, or on none" in str(server)
 
 
-def test_a_plain_server_that_answers_is_told_apart(authority: Authority) -> None:
-    def serve(connection: socket.socket) -> object:
-        data = connection.recv(1 << 16)
-        connection.sendall(b"what?")
-        return data
-
-    client, server = meet(client_of(authority.options()), serve)
-    assert is_refused(client, "it does not speak TLS")
-    assert isinstance(server, bytes)
-
-
-def test_a_server_that_hangs_up_is_an_error_with_advice(authority: Authority) -> None:
-    client, _ = meet(client_of(authority.options()), lambda connection: connection.recv(1 << 16))
-    assert is_refused(client, "it closed the connection during the handshake")
-    assert "every worker, or on none" in str(client)
-
-
 @pytest.mark.parametrize("name", ["trainer.example", LOOPBACK])
 def test_an_expected_name_is_checked_by_both_sides(authority: Authority, name: str) -> None:
     strict = authority.options(name=name, certificate=authority.certificate(name))
@@ -188,18 +162,6 @@ def test_an_expected_name_is_checked_by_both_sides(authority: Authority, name: s
     client, server = meet(client_of(other), server_of(strict))
     assert is_refused(server, f"made out to other.example, not to {name!r}")
     assert is_refused(client, "it closed the connection during the handshake")
-
-
-@pytest.mark.parametrize("side", [secure_client, secure_server])
-def test_a_silent_other_side_is_given_up_in_time(
-    authority: Authority, side: Callable[..., socket.socket]
-) -> None:
-    client, server = tcp_pair()
-    with client, server:
-        began_s = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"TLS handshake with 127\.0\.0\.1:\d+ took longer"):
-            side(client, authority.options(), 0.1)
-        assert time.monotonic() - began_s < LIMIT_S
 
 
 def test_one_byte_at_a_time_does_not_gain_time(authority: Authority) -> None:
@@ -222,20 +184,3 @@ def test_one_byte_at_a_time_does_not_gain_time(authority: Authority) -> None:
         is_over.set()
         dripping.join(LIMIT_S)
     assert took_s < 5
-
-
-def test_the_timeout_of_the_socket_stays(authority: Authority) -> None:
-    client, server = tcp_pair()
-    with client, server:
-        client.settimeout(7.0)
-        with pytest.raises(TimeoutError):
-            secure_client(client, authority.options(), 0.01)
-        assert client.gettimeout() == 7.0
-
-
-def test_errors_are_those_that_connections_raise_and_have_fields() -> None:
-    error = TlsError("no TLS", peer="10.0.0.1:4000", reason="it left")
-    assert isinstance(error, ProtocolError)
-    assert isinstance(error, ConnectionError)
-    copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.peer, copy.reason) == ("no TLS", "10.0.0.1:4000", "it left")

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 
 import pytest
 
 from tests.certificates import Authority
-from tests.unit.engine.io.secure.meeting import secure_pair
 from torchweft import knobs
 from torchweft.engine.io.secure import TlsOptions
 from torchweft.errors import ConfigurationError
@@ -16,10 +14,6 @@ from torchweft.errors import ConfigurationError
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for knob in (knobs.TLS_CERT, knobs.TLS_KEY, knobs.TLS_CA, knobs.TLS_MUTUAL, knobs.TLS_NAME):
         monkeypatch.delenv(knob.variable, raising=False)
-
-
-def test_an_environment_that_says_nothing_is_no_tls() -> None:
-    assert TlsOptions.from_environment() is None
 
 
 def test_the_environment_says_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,12 +40,6 @@ def test_half_a_setting_is_no_plain_connection_but_an_error(
         TlsOptions.from_environment()
 
 
-def test_good_options_pass_their_check(authority: Authority) -> None:
-    authority.options().check()
-    authority.options(mutual=False).check()
-    authority.options(name="a.example", certificate=authority.certificate("a.example")).check()
-
-
 def test_a_certificate_of_another_authority_is_noticed_before_anybody_connects(
     authority: Authority, stranger: Authority
 ) -> None:
@@ -62,42 +50,9 @@ def test_a_certificate_of_another_authority_is_noticed_before_anybody_connects(
     assert stranger.path in str(caught.value)
 
 
-def test_an_expired_certificate_is_noticed_before_anybody_connects(authority: Authority) -> None:
-    options = authority.options(certificate=authority.certificate(is_expired=True))
-    with pytest.raises(ConfigurationError, match="certificate has expired"):
-        options.check()
-
-
-def test_a_certificate_for_another_name_is_noticed_before_anybody_connects(
-    authority: Authority,
-) -> None:
-    with pytest.raises(ConfigurationError, match=r"made out to 127\.0\.0\.1, not to 'a\.example'"):
-        authority.options(name="a.example").check()
-
-
-def test_the_key_may_have_a_file_of_its_own(authority: Authority) -> None:
-    certificate, key = authority.separate_files()
-    options = authority.options(certificate=certificate, key=key)
-    options.check()
-    with secure_pair(options, options):
-        pass
-
-
 def test_options_travel_to_other_processes_and_work_there(authority: Authority) -> None:
     options = authority.options(name="127.0.0.1", mutual=False)
     options.check()  # Creates OpenSSL objects, which cannot be pickled.
     copy = pickle.loads(pickle.dumps(options))
     assert copy == options
     copy.check()
-
-
-def test_settings_are_made_once(authority: Authority) -> None:
-    options = authority.options()
-    assert options.client_context() is options.client_context()
-    assert options.server_context() is options.server_context()
-
-
-def test_files_are_not_needed_before_they_are_asked_for(tmp_path: Path) -> None:
-    options = TlsOptions(str(tmp_path / "later.pem"), str(tmp_path / "authority.pem"))
-    with pytest.raises(ConfigurationError, match=r"cannot read the TLS file .*later\.pem'"):
-        options.check()

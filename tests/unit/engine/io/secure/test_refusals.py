@@ -30,10 +30,6 @@ def test_a_refusal_says_what_is_wrong_and_what_would_help(reason: str, told: str
     assert told.startswith(error.reason)
 
 
-def test_an_error_without_a_reason_is_told_as_it_is() -> None:
-    assert "something odd" in str(refusal(ssl.SSLError(1, "something odd"), "somebody"))
-
-
 @pytest.mark.parametrize(
     ("reason", "kind", "told"),
     [
