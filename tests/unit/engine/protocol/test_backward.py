@@ -24,7 +24,6 @@ from torchweft.engine.protocol.backward import (
     Message,
     Participant,
     Progress,
-    Report,
     Send,
     Settled,
     Tell,
@@ -45,55 +44,6 @@ def ran(message_id: int, *answered: int) -> Progress:
 # ---------------------------------------------------------------------------------- the driver
 
 
-def test_nothing_is_asked_while_gradients_are_on_their_way() -> None:
-    driver = Driver(0)
-    assert driver.progressed(Progress([ROOTS], [], answered=[A1], reached=[B1, A2])) == []
-    assert driver.progressed(ran(A1)) == [Send(1, Discover((A2,))), Send(2, Discover((B1,)))]
-
-
-def test_each_message_is_announced_once() -> None:
-    driver = Driver(0)
-    assert driver.progressed(Progress([ROOTS], reached=[A1])) == [Send(1, Discover((A1,)))]
-    assert driver.progressed(Progress([ROOTS], reached=[A1])) == []
-    # A1 has been answered meanwhile, and its sender has walked from it.
-    assert driver.progressed(Progress([A1], answered=[A1])) == [Send(0, Settled()),
-                                                                Send(1, Settled())]  # fmt: skip
-
-
-def test_those_that_wait_are_told_once_that_all_is_known() -> None:
-    driver = Driver(0)
-    driver.progressed(Progress([ROOTS], [], reached=[A1, B1]))
-    assert driver.progressed(Progress([A1], [])) == []
-    assert driver.progressed(ran(B1)) == [Send(0, Settled()), Send(1, Settled())]
-    assert driver.progressed(Progress([B1])) == []
-    assert driver.progressed(Progress([], [ROOTS], answered=[A1])) == []
-    assert driver.progressed(Progress([], [A1])) == [Complete()]
-
-
-def test_a_message_is_announced_again_if_more_of_its_tensors_are_reached() -> None:
-    driver = Driver(0)
-    first, second, both = {A1: 0b01}, {A1: 0b10}, {A1: 0b11}
-    news = Progress([ROOTS], [], [], [A1], reached_parts=first)
-    assert driver.progressed(news) == [Send(1, Discover((A1,), first))]
-    # The other tensor is reached before A1's sender has walked from the first one.
-    assert driver.progressed(Progress(reached=[A1], reached_parts=second)) == []
-    walked = Progress([A1], reached=[], walked_parts=first)
-    assert driver.progressed(copy.deepcopy(walked)) == [Send(1, Discover((A1,), both))]
-    assert driver.progressed(copy.deepcopy(walked)) == []  # Once more, of the first tensor.
-    settled = [Send(0, Settled()), Send(1, Settled())]
-    assert driver.progressed(Progress([A1], walked_parts=both)) == settled
-    assert driver.progressed(Progress([A1], [A1, ROOTS], [A1], walked_parts=both)) == [Complete()]
-
-
-def test_gradients_end_the_interest_in_single_tensors() -> None:
-    driver = Driver(0)
-    driver.progressed(Progress([ROOTS], [ROOTS], [], [A1], reached_parts={A1: 0b01}))
-    assert driver.progressed(Progress(answered=[A1])) == []
-    late = Progress(reached=[A1], reached_parts={A1: 0b10})
-    assert driver.progressed(late) == []
-    assert driver.progressed(Progress([A1], [A1])) == [Complete()]
-
-
 def test_a_failure_aborts_and_names_worker_and_operation() -> None:
     driver = Driver(0)
     driver.progressed(Progress([ROOTS], reached=[A1]))
@@ -106,13 +56,6 @@ def test_a_failure_aborts_and_names_worker_and_operation() -> None:
     assert (error.worker, error.operation, error.__cause__) == ("trainer", "Broken.backward", cause)
     assert driver.failed(Failed(2, "x", cause)) == []
     assert driver.progressed(ran(ROOTS)) == []
-
-
-def test_a_cancelled_pass_is_aborted() -> None:
-    driver = Driver(0)
-    actions = driver.cancel("interrupted")
-    assert actions == [Send(0, Abort()), Fail(0, "waiting for the pass", "interrupted")]
-    assert driver.cancel("interrupted") == []
 
 
 # -------------------------------------------------------------------------------- a participant
@@ -128,43 +71,6 @@ def test_progress_goes_along_with_gradients_to_the_driver_rather_than_elsewhere(
         Send(2, Gradients(B2, ["c"])),
     ]
     assert participant.worked([], Progress()) == []
-
-
-def test_progress_of_others_is_passed_on() -> None:
-    participant = Participant(1, 0)
-    participant.receive(0, Gradients(A1, [], ran(B1, A1)))
-    participant.receive(2, Gradients(A2, [], ran(B2, A2)))
-    (sent,) = participant.worked([(2, 7, [])], ran(A1, 7))
-    assert sent == Send(2, Gradients(7, [], Progress([A1, B1, B2], [A1, B1, B2], [7, A1, A2])))
-
-
-def test_without_gradients_progress_goes_to_whoever_was_first() -> None:
-    participant = Participant(2, 0)
-    participant.receive(1, Gradients(B1, []))
-    participant.receive(3, Gradients(B2, []))
-    assert participant.worked([], ran(B1)) == [Send(1, Report(ran(B1)))]
-    assert participant.receive(3, Report(ran(A1))) == []
-    assert participant.worked([], Progress()) == [Send(1, Report(ran(A1)))]
-
-
-def test_the_worker_of_the_driver_tells_it() -> None:
-    participant = Participant(0, 0)
-    actions = participant.worked([(1, A1, ["g"])], ran(ROOTS, A1))
-    assert actions == [Send(1, Gradients(A1, ["g"])), Tell(ran(ROOTS, A1))]
-
-
-def test_gradients_of_a_message_are_taken_once() -> None:
-    participant = Participant(1, 0)
-    participant.receive(2, Gradients(A1, []))
-    assert participant.receive(2, Gradients(A1, [])) == []
-
-
-def test_only_the_driver_leads() -> None:
-    participant = Participant(1, 0)
-    instructions: list[Discover | Settled] = [Discover((A1,)), Settled()]
-    for message in instructions:
-        assert participant.receive(2, message) == []
-        assert participant.receive(0, message) == [Apply(message)]
 
 
 # ------------------------------------------------------------------------- both, in any order

@@ -14,16 +14,6 @@ class Entry:
     deadline_s: float = math.inf
 
 
-def test_an_entry_leaves_once() -> None:
-    table: CallClient[Entry] = CallClient()
-    entry = Entry()
-    number = table.add(entry)
-    assert len(table) == 1
-    assert table.pop(number, None) is entry
-    assert table.pop(number, None) is None
-    assert len(table) == 0
-
-
 def test_numbers_are_never_used_twice() -> None:
     table: CallClient[Entry] = CallClient()
     numbers = []
@@ -32,16 +22,6 @@ def test_numbers_are_never_used_twice() -> None:
         table.pop(numbers[-1], None)
     assert len(set(numbers)) == 10
     assert table.total == max(numbers)
-
-
-def test_entries_are_taken_by_what_they_are() -> None:
-    table: CallClient[Entry] = CallClient()
-    one, other = Entry(), Entry()
-    table.add(one)
-    number = table.add(other)
-    assert table.take_where(lambda entry: entry is one) == [one]
-    assert table.take_where(lambda entry: entry is one) == []
-    assert table.pop(number, None) is other
 
 
 def test_what_is_due_expires_and_the_rest_tells_when() -> None:
@@ -53,17 +33,6 @@ def test_what_is_due_expires_and_the_rest_tells_when() -> None:
     assert table.take_expired(5.0) == ([], 9.0)
     assert table.take_expired(9.0) == ([late], math.inf)
     assert len(table) == 1
-
-
-def test_the_entries_of_a_lost_worker_are_taken_together() -> None:
-    table: CallClient[Entry] = CallClient()
-    entries = [Entry(worker=number % 3) for number in range(9)]
-    for entry in entries:
-        table.add(entry)
-    assert table.take_where(lambda entry: entry.worker == 1) == entries[1::3]
-    assert table.take_where(lambda entry: entry.worker == 1) == []
-    assert table.take_where(lambda _: True) == [entry for entry in entries if entry.worker != 1]
-    assert len(table) == 0
 
 
 def test_everybody_takes_at_once_and_nothing_is_taken_twice_or_left() -> None:

@@ -50,15 +50,6 @@ def linked(*, was_dialled: bool = True, attempt: int = 1) -> Connecting:
 # First connections
 
 
-def test_a_connection_without_a_session_has_no_contact_to_lose() -> None:
-    machine = Connecting(LOWER, "other")
-    assert not machine.adopt(0.0, None, PATIENCE)
-    assert machine.due_s() == math.inf
-    assert machine.step(1e6) == []
-    assert machine.silence_s(1e6) == 0.0
-    assert machine.broke(1.0, "end of file", is_answer=True) == [Lose("end of file")]
-
-
 def test_while_the_other_side_connects_this_one_waits_and_then_dials() -> None:
     machine = Connecting(HIGHER, "other")
     machine.hello(ME, THEIRS)
@@ -68,18 +59,6 @@ def test_while_the_other_side_connects_this_one_waits_and_then_dials() -> None:
     machine.accept_failed()
     assert isinstance(machine.go_on(5.1), Dial)
     assert machine.state is State.DIALLING
-
-
-def test_an_offer_stands_although_its_caller_has_given_up() -> None:
-    machine = wanting(LOWER, deadline_s=1.0)
-    assert machine.offer()
-    assert isinstance(machine.dial_failed(1.0, Failure.BUSY, "silent"), Busy)
-    machine.want_no_more()
-    assert machine.state is State.IDLE
-    assert machine.hello(ME, THEIRS) == Answer(Verdict.REFUSE, "crossed", must_dial=True)
-    step = machine.want(2.0, math.inf, TIMEOUT_S, "another name")
-    assert step == Dial(Terms("ours", True, 2), 2.0 + TIMEOUT_S)
-    assert machine.hello(ME, THEIRS) == Answer(Verdict.REFUSE, "crossed")
 
 
 @pytest.mark.parametrize("failure", [Failure.BUSY, Failure.CROSSED])
@@ -118,37 +97,6 @@ def test_a_peer_that_cannot_be_reached_is_given_up(*, has_proxy: bool) -> None:
     assert max(pauses) <= LONGEST_PAUSE_S + 1e-9
 
 
-def test_a_peer_whose_connection_stood_until_the_time_was_up_gets_another_try() -> None:
-    """A busy peer lives, although the network breaks the connection that its system accepted."""
-    machine = wanting()
-    machine.reached(0.5)
-    step = machine.dial_failed(TIMEOUT_S - 0.01, Failure.BROKEN, "reset")
-    assert step == Wait(TIMEOUT_S - 0.01 + FIRST_PAUSE_S)
-    assert isinstance(machine.go_on(10.01), Dial)
-    # Nothing accepts further attempts: the limit was 10 s, and a connection stood for 9.49 s.
-    assert isinstance(machine.dial_failed(19.0, Failure.BROKEN, "no route"), Wait)
-    assert isinstance(machine.go_on(19.1), Dial)
-    assert isinstance(machine.dial_failed(19.5, Failure.BROKEN, "no route"), Lose)
-
-
-def test_connections_that_stand_and_break_do_not_keep_a_peer_for_ever() -> None:
-    """A proxy may hold each connection to a dead worker for a while, and end it then."""
-    machine, now_s, dials = wanting(), 0.0, 0
-    step: object = machine.go_on(now_s)
-    while not isinstance(step, Lose):
-        if isinstance(step, Dial):
-            dials += 1
-            machine.reached(now_s)
-            now_s += TIMEOUT_S / 2
-            step = machine.dial_failed(now_s, Failure.BROKEN, "reset")
-        else:
-            assert isinstance(step, Wait)
-            now_s = step.until_s
-            step = machine.go_on(now_s)
-    assert dials == 4
-    assert now_s < 2 * TIMEOUT_S + 1.0
-
-
 @pytest.mark.parametrize("failure", [Failure.BROKEN, Failure.BUSY])
 def test_a_worker_that_was_stopped_tries_before_it_gives_up(failure: Failure) -> None:
     """A stopped worker had no chance to reach the other side."""
@@ -164,39 +112,6 @@ def test_a_worker_that_was_stopped_tries_before_it_gives_up(failure: Failure) ->
     assert isinstance(machine.dial_failed(2000.2 + TIMEOUT_S, Failure.BROKEN, "reset"), Lose)
 
 
-def test_a_worker_that_was_stopped_beyond_the_deadline_blames_nobody() -> None:
-    machine = wanting(deadline_s=5.0)
-    assert isinstance(machine.dial_failed(1.0, Failure.BROKEN, "reset"), Wait)
-    assert machine.go_on(1000.0) == Busy("there was no time left to dial")
-
-
-def test_a_peer_that_was_heard_is_not_given_up() -> None:
-    machine = wanting(HIGHER)
-    machine.offer()
-    machine.hello(ME, Hello(Purpose.PROBE, ME, "ours", 1))
-    step = machine.dial_failed(TIMEOUT_S, Failure.BROKEN, "reset")
-    assert step == Wait(TIMEOUT_S + FIRST_PAUSE_S)
-
-
-# Sessions
-
-
-def test_a_session_goes_on_over_a_later_attempt_only() -> None:
-    machine = linked(was_dialled=False, attempt=3)
-    said = Hello(Purpose.RESUME, ME, "ours", 4, 10)
-    assert machine.hello(ME, said) == Answer(Verdict.RESUME)
-    assert not machine.take_attempt(3)
-    assert machine.take_attempt(4)
-    assert not machine.take_attempt(4)
-    assert machine.hello(ME, said._replace(session="?")).verdict is Verdict.REFUSE
-    assert linked(was_dialled=True).hello(ME, said).verdict is Verdict.HANG_UP
-
-
-def test_a_probe_breaks_the_connection_that_it_names_only() -> None:
-    machine, probe = linked(attempt=2), Hello(Purpose.PROBE, ME, "ours", 2)
-    assert machine.hello(ME, probe) == Answer(Verdict.BREAK_OFF)
-    assert machine.hello(ME, probe._replace(attempt=1)) == Answer(Verdict.CONFIRM)
-    assert linked(was_dialled=False, attempt=2).hello(ME, probe) == Answer(Verdict.CONFIRM)
 
 
 # The end
@@ -218,30 +133,6 @@ def test_a_loss_happens_once_and_with_its_first_cause() -> None:
     assert machine.adopt(1.0, None, PATIENCE) == "the peer is lost"
     assert machine.want(1.0, math.inf, TIMEOUT_S, "x") == Done()
     assert machine.redial_failed(1.0, Failure.BROKEN, "late") == []
-
-
-def test_a_farewell_is_the_cause_and_no_break() -> None:
-    machine = linked()
-    machine.goodbye(b"it had\nto go")
-    assert machine.knows_cause
-    assert machine.broke(1.0, "end of file", is_answer=True) == [Lose("end of file")]
-    assert machine.lose("end of file") == "it had to go"
-    assert machine.state is State.LOST
-
-
-def test_a_departure_is_no_loss() -> None:
-    machine = linked()
-    machine.depart()
-    assert machine.lose("end of file") == "left the group"
-    assert machine.state is State.LEFT
-
-
-def test_when_the_group_ends_nothing_is_dialled() -> None:
-    machine = linked()
-    machine.end()
-    assert machine.state is State.LEFT
-    assert machine.step(1e6) == []
-    assert machine.broke(1.0, "end of file", is_answer=True) == [Lose("end of file")]
 
 
 EVENTS = st.sampled_from(
@@ -298,8 +189,3 @@ def test_whatever_happens_there_is_one_connection_and_one_loss(
         assert losses <= 1
         if before is State.LOST:
             assert machine.state is State.LOST
-
-
-def test_data_connections_are_taken_with_and_without_a_link() -> None:
-    for machine in (Connecting(LOWER, "other"), linked()):
-        assert machine.hello(ME, Hello(Purpose.DATA, ME)) == Answer(Verdict.TAKE_DATA)

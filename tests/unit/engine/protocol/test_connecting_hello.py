@@ -44,10 +44,6 @@ def test_a_greeting_without_sense_is_an_error(facts: dict[str, Any]) -> None:
         Hello.from_facts(facts)
 
 
-def test_a_greeting_that_says_nothing_is_for_a_first_connection() -> None:
-    assert Hello.from_facts({"capabilities": {}}) == Hello(Purpose.LINK)
-
-
 @pytest.mark.parametrize("purpose", [Purpose.LINK, Purpose.RESUME, Purpose.PROBE])
 def test_a_greeting_about_a_session_has_its_terms_as_the_acceptor_sees_them(
     purpose: Purpose,

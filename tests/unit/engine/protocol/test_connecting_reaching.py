@@ -63,24 +63,6 @@ def test_a_listener_that_is_silent_or_speaks_nonsense_ends_the_attempt(error: Ex
     assert not Reaching(HERE, HERE, ALL).goes_on_after("tcp:x:1", error)
 
 
-def test_nothing_is_known_of_a_network_that_has_no_name() -> None:
-    reaching = Reaching({}, {}, ALL)
-    reaching.failed("tcp:x:1", Failure.GONE, "why")
-    assert reaching.failure is Failure.REFUSED
-
-
-def test_the_cause_names_the_addresses_that_tell_anything() -> None:
-    reaching = Reaching({}, {}, ALL)
-    assert reaching.cause == "none of its addresses can be reached from here"
-    reaching.failed("unix:@a", Failure.GONE, "refused")
-    assert reaching.cause == "unix:@a: refused"
-    reaching.failed("tcp:x:1", Failure.BROKEN, "no route")
-    assert reaching.cause == "tcp:x:1: no route"
-    gone = Reaching(HERE, HERE, ALL)
-    gone.failed("unix:@a", Failure.GONE, "refused")
-    assert "its process has ended" in gone.cause
-
-
 def test_the_cause_advises_what_makes_another_host_reachable() -> None:
     reaching = Reaching(HERE, ELSEWHERE, ALL)
     reaching.failed("tcp:x:1", Failure.BROKEN, "no route")

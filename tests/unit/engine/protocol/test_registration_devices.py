@@ -30,12 +30,6 @@ def settings_of(
     return Devices(maps or {}, listed, count)
 
 
-def test_a_worker_without_settings_registers_nothing() -> None:
-    assert NO_DEVICES.as_facts() == {}
-    assert Devices({}, (), 4).as_facts() == {}
-    assert Registration("a", 0, ()).devices is NO_DEVICES
-
-
 @settings(max_examples=examples(60))
 @given(
     st.dictionaries(
@@ -85,33 +79,12 @@ def test_malformed_settings_make_a_registration_malformed(told: Any) -> None:
         Registration.decode(json.dumps(registration).encode())
 
 
-@pytest.mark.parametrize(
-    ("devices", "expected"),
-    [
-        (NO_DEVICES, False),
-        (settings_of({"b": {"cpu": "cpu"}}), False),
-        (settings_of({"b": {"cpu": "cuda:0"}}), True),
-        (settings_of({"b": {"cuda:0": "cpu"}}), True),
-        (settings_of({}, "cuda:0"), True),
-    ],
-)
-def test_whether_devices_need_to_be_counted(devices: Devices, expected: bool) -> None:
-    assert devices.names_cuda == expected
-
-
 FITTING = {
     "worker0": settings_of({"worker1": {"cuda:0": "cuda:1", "cpu": "cpu"}, "worker0": {}}),
     "worker1": settings_of({"worker0": {"cuda:0": "cpu"}}, "cuda:0", "cuda:1"),
     "worker2": settings_of({"worker1": {"cpu": "cuda:0"}}, count=0),
     "worker3": NO_DEVICES,
 }
-
-
-def test_settings_that_fit() -> None:
-    check_devices(FITTING, is_open=False)
-    # A worker that has not counted its devices says when a tensor arrives that it lacks one.
-    uncounted = {"worker3": settings_of({"worker2": {"cpu": "cuda:7"}}, count=0)}
-    check_devices({"worker2": NO_DEVICES, **uncounted}, is_open=False)
 
 
 @cases(
@@ -161,16 +134,3 @@ def test_settings_that_do_not_fit(wrong: Devices, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
         check_devices({**FITTING, "worker0": wrong}, is_open=False)
     assert isinstance(caught.value, ValueError)
-
-
-def test_all_workers_name_the_first_that_is_wrong() -> None:
-    wrong = settings_of({"worker0": {"cuda:5": "cuda:0"}})
-    with pytest.raises(ConfigurationError, match=r"^Node worker1 has source"):
-        check_devices({**FITTING, "worker2": wrong, "worker1": wrong}, is_open=False)
-
-
-def test_a_map_may_be_for_a_worker_that_joins_later() -> None:
-    alone = {"worker0": settings_of({"worker9": {"cuda:0": "cuda:8"}})}
-    check_devices(alone, is_open=True)
-    with pytest.raises(ConfigurationError, match="target devices with invalid indices"):
-        check_devices({**alone, "worker9": FITTING["worker2"]}, is_open=True)

@@ -14,12 +14,6 @@ def test_a_function_is_slow_by_its_last_run() -> None:
     slow.note(b"function", was_slow=True)
 
 
-def test_a_function_without_a_name_is_not_noted() -> None:
-    slow = SlowFunctions()
-    slow.note(b"", was_slow=False)
-    assert not slow
-
-
 def test_the_number_of_names_is_limited() -> None:
     slow = SlowFunctions()
     for number in range(_MOST_SLOW + 10):

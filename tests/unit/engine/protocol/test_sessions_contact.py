@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tests.thorough import examples
 from torchweft.engine.protocol.sessions import (
     FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
     Contact,
     ContactStep,
 )
@@ -31,20 +30,6 @@ def next_dial_s(contact: Contact, now_s: float) -> float:
     return now_s
 
 
-def test_while_something_is_heard_nothing_is_done(contact: Contact) -> None:
-    for now_s in range(100):
-        contact.heard(float(now_s))
-        assert contact.step(now_s + 4.9) is ContactStep.NOTHING
-        assert contact.due_s() == now_s + DETECTION_S / 2
-        assert contact.silence_s(now_s + 4.9) == pytest.approx(4.9)
-
-
-def test_what_was_heard_earlier_is_no_news(contact: Contact) -> None:
-    contact.heard(5.0)
-    contact.heard(3.0)
-    assert contact.silence_s(6.0) == 1.0
-
-
 def test_a_silent_peer_whose_system_accepts_a_connection_is_not_given_up(contact: Contact) -> None:
     assert contact.step(5.0) is ContactStep.DIAL
     for now_s in (6.0, 7.0, 8.0, 9.0):
@@ -60,18 +45,6 @@ def test_a_silent_peer_whose_system_accepts_a_connection_is_not_given_up(contact
             contact.dial_failed(now_s, "no answer")
         now_s = contact.due_s()
     assert now_s == 9.9 + DETECTION_S
-
-
-def test_what_accepts_connections_after_a_break_may_be_no_worker(contact: Contact) -> None:
-    """A proxy in front of a dead one, for instance."""
-    contact.broke(1.0, "reset", is_answer=True)
-    now_s = 1.0
-    while (step := contact.step(now_s)) is not ContactStep.GIVE_UP:
-        if step is ContactStep.DIAL:
-            contact.reached(now_s)
-            contact.dial_failed(now_s, "reset")
-        now_s = contact.due_s()
-    assert now_s == 1.0 + RECONNECT_S
 
 
 def test_silence_is_tried_to_be_broken_and_then_the_end(contact: Contact) -> None:
@@ -92,80 +65,6 @@ def test_silence_is_tried_to_be_broken_and_then_the_end(contact: Contact) -> Non
     assert contact.due_s() == math.inf
 
 
-def test_an_answer_during_silence_ends_the_attempts(contact: Contact) -> None:
-    assert contact.step(5.0) is ContactStep.DIAL
-    contact.dial_failed(5.5, "no answer")
-    contact.heard(5.4)
-    assert contact.step(8.0) is ContactStep.NOTHING
-    assert contact.due_s() == 10.4
-
-
-def test_a_break_is_mended_at_once(contact: Contact) -> None:
-    contact.broke(1.0, "end of file", is_answer=True)
-    assert contact.is_broken
-    assert contact.due_s() == 1.0
-    assert not contact.is_dialling
-    assert contact.step(1.0) is ContactStep.DIAL
-    assert contact.is_dialling
-    contact.resumed(1.1)
-    assert not contact.is_dialling, "who is about to dial need not any more"
-    assert not contact.is_broken
-    assert contact.step(6.0) is ContactStep.NOTHING
-    assert contact.due_s() == 6.1
-
-
-def test_attempts_become_rarer_and_end(contact: Contact) -> None:
-    now_s = 0.0
-    contact.broke(now_s, "reset", is_answer=True)
-    pauses: list[float] = []
-    while (step := contact.step(now_s)) is not ContactStep.GIVE_UP:
-        assert step is ContactStep.DIAL
-        contact.dial_failed(now_s, "unreachable")
-        pauses.append(contact.due_s() - now_s)
-        now_s = contact.due_s()
-    assert pauses[:3] == pytest.approx([FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S])
-    assert max(pauses) <= LONGEST_PAUSE_S + 1e-9
-    assert now_s == pytest.approx(RECONNECT_S)
-    assert contact.cause == (
-        "its connection broke and could not be made again for 20.0 s: unreachable"
-    )
-
-
-def test_the_next_break_is_mended_as_fast_as_the_first(contact: Contact) -> None:
-    contact.broke(0.0, "reset", is_answer=True)
-    for now_s in (0.0, 1.0, 2.0):
-        assert contact.step(now_s) is ContactStep.DIAL
-        contact.dial_failed(now_s, "unreachable")
-    contact.resumed(3.0)
-    contact.broke(4.0, "reset", is_answer=True)
-    assert contact.step(4.0) is ContactStep.DIAL
-    contact.dial_failed(4.0, "unreachable")
-    assert contact.due_s() == 4.0 + FIRST_PAUSE_S
-
-
-def test_an_end_from_this_side_gives_no_more_time(contact: Contact) -> None:
-    """The kernel gave up because it heard nothing; a silent peer does not get ``reconnect_s``."""
-    contact.broke(9.0, "timed out", is_answer=False)
-    assert contact.step(9.0) is ContactStep.DIAL
-    contact.dial_failed(9.5, "unreachable")
-    assert contact.step(9.9) is ContactStep.DIAL
-    contact.dial_failed(9.9, "unreachable")
-    assert contact.step(10.0) is ContactStep.GIVE_UP
-    assert contact.cause.endswith("for 10.0 s: unreachable")
-
-
-@pytest.mark.parametrize("is_broken", [True, False])
-def test_an_answer_that_says_no_is_the_end(contact: Contact, is_broken: bool) -> None:
-    if is_broken:
-        contact.broke(5.0, "reset", is_answer=True)
-    assert contact.step(5.0) is ContactStep.DIAL
-    contact.dial_failed(5.0, "turned away", is_final=True)
-    assert contact.due_s() == -math.inf
-    assert contact.step(5.0) is ContactStep.GIVE_UP
-    assert contact.cause.endswith("turned away")
-    assert ("its connection ended (reset)" in contact.cause) == is_broken
-
-
 def test_who_listens_and_does_not_speak_is_waited_for(contact: Contact) -> None:
     now_s = 0.0
     contact.broke(now_s, "reset", is_answer=True)
@@ -182,47 +81,6 @@ def test_who_listens_and_does_not_speak_is_waited_for(contact: Contact) -> None:
     assert contact.cause.endswith("unreachable")
 
 
-@pytest.mark.parametrize("reconnect_s", [0.3, 1.0, 5.0])
-def test_who_listens_is_asked_again_before_its_time_is_up(reconnect_s: float) -> None:
-    contact, now_s = Contact(0.0, DETECTION_S, reconnect_s), 0.0
-    contact.broke(now_s, "reset", is_answer=True)
-    for _ in range(50):
-        now_s = next_dial_s(contact, now_s) + reconnect_s / 4
-        contact.dial_failed(now_s, "the greeting took too long", is_there=True)
-    assert contact.cause == ""
-
-
-def test_who_listens_is_not_silent(contact: Contact) -> None:
-    """If a peer does not read, the kernel probes the connection more and more rarely."""
-    now_s = 0.0
-    for _ in range(10):
-        now_s = next_dial_s(contact, now_s) + 2.0
-        contact.dial_failed(now_s, "the greeting took too long", is_there=True)
-    assert now_s > 5 * DETECTION_S
-    assert contact.silence_s(now_s) == 0.0
-    assert not contact.is_broken
-
-
-def test_who_was_asked_to_resume_is_given_a_moment(contact: Contact) -> None:
-    contact.broke(0.0, "reset", is_answer=True)
-    assert contact.step(0.0) is ContactStep.DIAL
-    contact.dialled(0.1)
-    assert contact.step(0.2) is ContactStep.NOTHING
-    assert contact.step(0.1 + LONGEST_PAUSE_S) is ContactStep.DIAL
-    now_s = 0.1 + LONGEST_PAUSE_S
-    while contact.step(now_s) is not ContactStep.GIVE_UP:
-        contact.dialled(now_s)
-        now_s = contact.due_s()
-    assert now_s == RECONNECT_S, "asking alone does not mend it"
-
-
-def test_a_side_that_was_held_up_dials_before_it_gives_up(contact: Contact) -> None:
-    contact.broke(1.0, "reset", is_answer=True)
-    assert contact.step(500.0) is ContactStep.DIAL
-    contact.resumed(500.1)
-    assert contact.step(500.2) is ContactStep.NOTHING
-
-
 def test_who_was_stopped_in_a_silence_tries_before_it_gives_up(contact: Contact) -> None:
     assert contact.step(1.0) is ContactStep.NOTHING
     assert contact.step(1000.0) is ContactStep.DIAL
@@ -235,30 +93,6 @@ def test_who_was_stopped_in_a_silence_tries_before_it_gives_up(contact: Contact)
     contact.resumed(2000.6)
     assert contact.step(2000.7) is ContactStep.NOTHING
     assert contact.cause == ""
-
-
-def test_time_in_which_nobody_asked_does_not_count(contact: Contact) -> None:
-    """This process was stopped, so it had no chance to reach the other side."""
-    contact.broke(0.0, "reset", is_answer=True)
-    assert contact.step(0.0) is ContactStep.DIAL
-    contact.dial_failed(0.0, "unreachable")
-    assert contact.step(1000.0) is ContactStep.DIAL
-    contact.dial_failed(1000.0, "unreachable")
-    steps = 0
-    while contact.step(now_s := contact.due_s()) is not ContactStep.GIVE_UP:
-        contact.dial_failed(now_s, "unreachable")
-        steps += 1
-    assert steps > 5
-    assert now_s == pytest.approx(1000.0 + RECONNECT_S - FIRST_PAUSE_S)
-
-
-def test_a_second_report_of_a_break_changes_nothing(contact: Contact) -> None:
-    contact.broke(1.0, "reset", is_answer=True)
-    assert contact.step(1.0) is ContactStep.DIAL
-    contact.broke(15.0, "again", is_answer=True)
-    contact.dial_failed(15.0, "unreachable")
-    contact.step(15.0)
-    assert contact.due_s() <= 15.0 + FIRST_PAUSE_S
 
 
 EVENTS = ("heard", "broke", "silent break", "failed", "there", "dialled", "resumed", "wait")

@@ -3,10 +3,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from torchweft.engine.protocol.sessions import ACKNOWLEDGE_S, Rounds
+from torchweft.engine.protocol.sessions import Rounds
 
 
 @pytest.mark.parametrize(
@@ -27,22 +25,3 @@ def test_a_kernel_that_probes_too_rarely_is_prompted(
     if prompt_after_s < math.inf:
         assert rounds.must_prompt(prompt_after_s)
         assert not rounds.must_prompt(prompt_after_s - 0.001)
-
-
-@given(st.floats(0.1, 1000.0), st.integers(1, 200))
-def test_a_silent_peer_is_heard_before_it_is_suspected(detection_s: float, probe_s: int) -> None:
-    """Suspicion begins after half of the time; a look every ``interval_s`` must come before."""
-    rounds = Rounds(detection_s, float(probe_s))
-    last_look_s = detection_s / 2 - rounds.interval_s
-    assert rounds.must_prompt(last_look_s) or probe_s <= detection_s / 4
-
-
-def test_data_is_acknowledged_at_intervals() -> None:
-    rounds = Rounds(10.0, 2.0)
-    assert not rounds.must_acknowledge(5.0)
-    assert rounds.acknowledge_at_s == 5.0 + ACKNOWLEDGE_S
-    assert not rounds.must_acknowledge(5.0 + ACKNOWLEDGE_S / 2)
-    assert rounds.acknowledge_at_s == 5.0 + ACKNOWLEDGE_S
-    assert rounds.must_acknowledge(9.0)
-    assert rounds.acknowledge_at_s == 9.0 + ACKNOWLEDGE_S
-    assert not rounds.must_acknowledge(9.0)

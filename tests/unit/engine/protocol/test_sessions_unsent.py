@@ -17,16 +17,6 @@ class Wanted(Unsent):
         return self.wanted
 
 
-def test_no_message_overtakes_a_kept_one() -> None:
-    messages = UnsentMessages()
-    assert not messages.keep(Unsent([]), is_linked=True)
-    messages.keep(Unsent([]), is_linked=False)
-    assert messages.keep(Unsent([]), is_linked=True)
-    messages.popleft()
-    messages.popleft()
-    assert not messages.keep(Unsent([]), is_linked=True)
-
-
 @given(st.lists(st.sampled_from(["keep", "link", "write", "give up", "lose"])))
 def test_every_message_is_sent_or_dropped_once_and_in_order(events: list[str]) -> None:
     """A model of the shell: one thread writes the first message, and removes it then."""

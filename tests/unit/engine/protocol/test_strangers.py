@@ -32,14 +32,6 @@ def came(strangers: Strangers[int], *connections: int) -> Admissions[int]:
     return done + strangers.all_came()
 
 
-def test_a_connection_is_served_at_once_up_to_the_limit() -> None:
-    strangers = Vouchers().of(2)
-    assert came(strangers, 1) == [(BEGIN, 1)]
-    assert came(strangers, 2) == [(BEGIN, 2)]
-    assert strangers.ended(1) == []
-    assert came(strangers, 3) == [(BEGIN, 3)]
-
-
 def test_beyond_the_limit_the_oldest_goes_and_its_thread_serves_the_latest() -> None:
     strangers = Vouchers().of(2)
     came(strangers, 1)
@@ -48,47 +40,10 @@ def test_beyond_the_limit_the_oldest_goes_and_its_thread_serves_the_latest() -> 
     assert strangers.ended(1) == [(BEGIN, 3)]
 
 
-def test_a_connection_that_ends_by_itself_makes_room_before_the_one_that_was_told_to() -> None:
-    strangers = Vouchers().of(2)
-    came(strangers, 1)
-    came(strangers, 2)
-    came(strangers, 3)
-    assert strangers.ended(2) == [(BEGIN, 3)]
-    assert came(strangers, 4) == []
-    assert strangers.ended(1) == [(BEGIN, 4)]
-
-
-def test_a_connection_that_waits_goes_when_it_is_the_oldest() -> None:
-    strangers = Vouchers().of(1)
-    came(strangers, 1)
-    assert came(strangers, 2) == [(TURN_OUT, 1)]
-    assert came(strangers, 3) == [(CLOSE, 2)]
-    assert strangers.ended(1) == [(BEGIN, 3)]
-
-
 def test_of_those_that_come_together_the_latest_are_served() -> None:
     strangers = Vouchers().of(2)
     closed = [(CLOSE, 1), (CLOSE, 2), (CLOSE, 3)]
     assert came(strangers, 1, 2, 3, 4, 5) == [*closed, (BEGIN, 5), (BEGIN, 4)]
-
-
-def test_threads_begin_one_after_the_other() -> None:
-    strangers: Strangers[int] = Strangers(3, lambda _: None)
-    assert came(strangers, 1, 2) == [(BEGIN, 2)]
-    assert came(strangers, 3) == []
-    assert strangers.began(2) == [(BEGIN, 3)]
-    assert strangers.ended(2) == []
-    assert strangers.began(3) == [(BEGIN, 1)]
-    assert strangers.began(1) == []
-
-
-def test_a_thread_that_begins_for_a_connection_that_has_to_go_lets_the_next_one_begin() -> None:
-    strangers: Strangers[int] = Strangers(2, lambda _: None)
-    assert came(strangers, 1) == [(BEGIN, 1)]
-    assert came(strangers, 2, 3) == [(TURN_OUT, 1)]
-    assert strangers.began(1) == [(BEGIN, 3)]
-    assert strangers.began(3) == []
-    assert strangers.ended(1) == [(BEGIN, 2)]
 
 
 def test_in_a_fast_flood_a_served_connection_has_time() -> None:
@@ -106,30 +61,7 @@ def test_in_a_fast_flood_a_served_connection_has_time() -> None:
     assert max(lives.values()) < limit / 2
 
 
-def test_when_closed_all_go_and_none_comes() -> None:
-    strangers = Vouchers().of(1)
-    came(strangers, 1)
-    came(strangers, 2)
-    assert strangers.close() == [(CLOSE, 2)]
-    assert came(strangers, 3) == [(CLOSE, 3)]
-    assert strangers.ended(1) == []
-    served = Vouchers({1: b"a"}).of(1)
-    came(served, 1, 2)
-    assert served.close() == [(TURN_OUT, 1), (TURN_OUT, 2)]
-    assert served.ended(1) == served.ended(2) == []
-
-
 # Members
-
-
-def test_what_a_thread_reads_is_not_looked_at() -> None:
-    looked: list[int] = []
-    strangers = Prompt(1, looked.append)
-    came(strangers, 1)
-    strangers.heard(1)
-    assert looked == [1, 1]
-    came(strangers, 2)
-    assert looked == [1, 1, 2]
 
 
 def test_the_latest_vouchers_are_remembered() -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -10,21 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thorough import examples
-from torchweft.engine.wire.frames import HEADER, HEADER_BYTES
 from torchweft.engine.wire.messages import (
     CALL_HEAD_BYTES,
-    ERROR_REPLY,
-    MAX_SPAN_BYTES,
-    NAMED,
     NO_CREATION,
     NO_GRAD,
     REPLY_HEAD_BYTES,
-    TABLES,
     HandedReference,
-    Kind,
     decode_call,
-    decode_ints,
-    decode_pass_span,
     decode_reply,
     decode_step,
     decode_tables,
@@ -32,8 +22,6 @@ from torchweft.engine.wire.messages import (
     encode_ints,
     encode_reply,
     encode_tables,
-    encode_texts,
-    pass_span,
 )
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.ids import ID_LIMIT, ReferenceId
@@ -45,18 +33,9 @@ contexts = natural | st.just(NO_GRAD)
 workers = st.integers(0, ID_LIMIT - 1)
 handed = st.builds(HandedReference, st.builds(ReferenceId, workers, workers, natural), natural)
 references = st.lists(handed, max_size=3).map(tuple)
-flags = st.integers(0, 15)
 numbers = st.lists(unsigned, max_size=5).map(tuple)
 tensor_parts = st.lists(sections, max_size=3)
 HANDED = HandedReference(ReferenceId(1, 2, 3), 4)
-
-
-def test_kinds_fit_the_header() -> None:
-    assert all(0 < kind < 256 for kind in Kind)
-
-
-def test_flags_are_single_bits_of_their_own() -> None:
-    assert sorted((ERROR_REPLY, TABLES, NAMED)) == [1, 2, 4]
 
 
 call_heads = st.tuples(
@@ -78,14 +57,6 @@ def test_a_call_survives(head: tuple[Any, ...], tensors: list[bytes], is_view: b
     assert (*numbers, name, span, handed) == head[:-1]
     assert control[start:end] == payload
     assert control[end:] == inside
-
-
-def test_the_context_of_a_pass_is_in_a_message_of_its_own() -> None:
-    (frame,) = pass_span(12, 5, b"context")
-    assert HEADER.unpack_from(frame) == (Kind.PASS_SPAN, 0, 0, 15, 12)
-    assert decode_pass_span(memoryview(frame)[HEADER_BYTES:]) == (5, b"context")
-    with pytest.raises(ProtocolError, match="the context of a pass has 8193 bytes"):
-        decode_pass_span(bytes(MAX_SPAN_BYTES + 9))
 
 
 @settings(max_examples=examples(60))
@@ -110,15 +81,6 @@ def test_tables_at_the_end_of_a_message_survive(
     assert [bytes(table) for table in tables] == [tensors, channels]
 
 
-def test_more_references_than_a_short_count_holds() -> None:
-    many = (HANDED,) * 66_000
-    call = decode_call(encode_call(math.inf, NO_CREATION, 0, 0, b"f", b"", many, b"payload"))
-    reply = decode_reply(encode_reply(0, 0, many, b"payload"))
-    (*_, (_, _, of_call, *_)), (_, _, of_reply, *_) = call, reply
-    assert len(of_call) == len(of_reply) == 66_000
-    assert of_call[-1] == of_reply[-1] == HANDED
-
-
 class Endless(bytes):
     """Bytes that claim to be more than a message can have."""
 
@@ -134,27 +96,6 @@ def test_more_bytes_than_a_message_has_are_an_error_that_says_so() -> None:
     ):
         with pytest.raises(SerializationError, match="send them as tensors"):
             encode()
-
-
-@settings(max_examples=examples(40))
-@given(st.lists(natural, max_size=5))
-def test_integers_survive(values: list[int]) -> None:
-    assert decode_ints(encode_ints(*values)) == tuple(values)
-
-
-@settings(max_examples=examples(40))
-@given(natural, st.lists(natural, max_size=5), st.lists(st.text(max_size=5), max_size=3))
-def test_steps_survive(step: int, arguments: list[int], texts: list[str]) -> None:
-    control = encode_ints(step, len(arguments), *arguments) + encode_texts(texts)
-    assert decode_step(control) == (step, arguments, texts)
-
-
-@pytest.mark.parametrize(
-    "control", [encode_ints(6), encode_ints(6, -1), encode_ints(6, 2, 1), encode_ints(6, 1 << 62)]
-)
-def test_a_step_with_a_wrong_count_is_refused(control: bytes) -> None:
-    with pytest.raises(ProtocolError, match=r"shutdown message|integers"):
-        decode_step(control)
 
 
 @pytest.mark.parametrize("texts", [b"boom", b"\xff", b"7", b'{"a": 1}', b"[1]", b"[" * 100_000])
@@ -195,46 +136,6 @@ def test_numbers_that_lead_beyond_a_message_are_refused(decode: Decode, valid: b
                 decode(bytes(damaged))
 
 
-def test_tables_that_are_longer_than_their_message_are_refused() -> None:
-    valid = encode_tables(b"table", b"channels")
-    for size in range(len(valid) + 1):
-        if size:
-            with pytest.raises(ProtocolError):
-                decode_tables(valid[size:])
-    for sizes in ((6, 8), (5, 9), (0xFFFFFFFF, 0), (0, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF)):
-        with pytest.raises(ProtocolError, match="longer than the message"):
-            decode_tables(b"tablechannels" + struct.pack("<II", *sizes))
-
-
-@settings(max_examples=examples(60))
-@given(
-    st.sampled_from(
-        [
-            decode_call,
-            decode_reply,
-            decode_tables,
-            decode_ints,
-            decode_step,
-        ]
-    ),
-    st.one_of(
-        st.binary(max_size=120),
-        st.lists(st.integers(0, 60), max_size=30).map(
-            lambda values: b"".join(value.to_bytes(4, "little") for value in values)
-        ),
-    ),
-)
-def test_any_bytes_are_decoded_or_refused(decode: Any, data: bytes) -> None:
-    try:
-        decoded = decode(data)
-    except ProtocolError:
-        return
-    assert data or decode is decode_ints
-    if decode in (decode_call, decode_reply):
-        *_, start, end = decoded[-1] if decode is decode_call else decoded
-        assert start <= end <= len(data)
-
-
 BEYOND = 1 << 63
 
 
@@ -261,8 +162,3 @@ def test_numbers_out_of_range_are_refused_when_they_are_read(
     if not fields.keys() & {"creation", "remaining_s"}:
         with pytest.raises(ProtocolError, match=said):
             decode_reply(memoryview(encode_reply(**answer)))
-
-
-def test_a_list_with_a_negative_number_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="negative number -1"):
-        decode_ints(struct.pack("<2q", 5, -1))
