@@ -32,10 +32,3 @@ def test_a_list_that_is_imported_later_gets_them_once(rules: str) -> None:
     module = importlib.import_module(rules)
     assert module.added == ["torchweft"]
     assert process._finder not in sys.meta_path
-
-
-def test_a_list_that_is_there_gets_them_at_once(rules: str) -> None:
-    module = importlib.import_module(rules)
-    process.hide_from_compiler()
-    process.hide_from_compiler()
-    assert module.added == ["torchweft"]

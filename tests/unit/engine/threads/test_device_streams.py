@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,14 +18,12 @@ from torchweft.engine.threads.device_streams import (
     Mark,
     Order,
     ServedStreams,
-    keep,
     mark,
     new_guard,
     new_order,
     use,
     wait,
 )
-from torchweft.engine.threads.reactor import FairQueue, Reactor
 
 LIMIT_S = 20.0
 
@@ -50,22 +47,6 @@ def in_thread(function: Callable[[], Any]) -> Any:
 # Marks
 
 
-def test_without_cuda_there_are_no_marks(cuda: FakeCuda) -> None:
-    cuda.is_on = False
-    assert mark() is None
-    wait(None)
-    use(None, [1])
-    assert device_streams.devices() == ()
-    assert not cuda.events
-
-
-def test_a_build_without_cuda_makes_no_marks() -> None:
-    if device_streams.HAS_CUDA:
-        pytest.skip("this build has CUDA")
-    assert mark() is None
-    assert ServedStreams().begin() is None
-
-
 def test_a_value_of_another_thread_is_ordered_by_its_mark(cuda: FakeCuda) -> None:
     def make() -> tuple[FakeTensor, Mark | None]:
         cuda.set_stream(cuda.new_stream(0))
@@ -76,20 +57,6 @@ def test_a_value_of_another_thread_is_ordered_by_its_mark(cuda: FakeCuda) -> Non
     use(at, {"values": [value]})
     assert cuda.is_ordered(value)
     assert cuda.current_stream(0).number in value.kept_for
-
-
-def test_a_mark_of_the_same_stream_costs_no_wait(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at = mark()
-    monkeypatch.setattr(cuda, "wait", lambda *_: pytest.fail("it waits for itself"))
-    wait(at)
-
-
-def test_tensors_are_found_in_containers(cuda: FakeCuda) -> None:
-    values = [cuda.compute() for _ in range(3)]
-    content: Any = (values[0], {"a": [values[1], 5]}, None, "text", torch.ones(1))
-    assert device_streams.tensors_on_devices(content, values[2]) == values
 
 
 def test_a_failed_gpu_is_reported_once_and_raises_nothing(
@@ -128,48 +95,6 @@ class Worker:
                 self.streams.end(begun)
 
         return in_thread(run)
-
-
-def test_a_task_runs_on_a_side_stream_and_leaves_none_behind(cuda: FakeCuda) -> None:
-    streams = ServedStreams()
-    before = cuda.current_stream(0)
-    begun = streams.begin()
-    assert cuda.current_stream(0) is not before
-    streams.end(begun)
-    assert cuda.current_stream(0) is before
-
-
-def test_tasks_that_follow_one_another_use_the_same_stream(cuda: FakeCuda) -> None:
-    worker = Worker(cuda, ServedStreams())
-    used = {worker.task(lambda: cuda.compute().stream.number) for _ in range(5)}
-    assert len(used) == 1
-    assert len(cuda.made) == 1
-
-
-def test_concurrent_tasks_use_different_streams(cuda: FakeCuda) -> None:
-    streams = ServedStreams()
-    outer = streams.begin()
-    first = cuda.current_stream(0)
-    inner = streams.begin()
-    assert cuda.current_stream(0) is not first
-    streams.end(inner)
-    assert cuda.current_stream(0) is first
-    streams.end(outer)
-
-
-def test_a_task_comes_after_those_that_have_ended(cuda: FakeCuda) -> None:
-    worker = Worker(cuda, ServedStreams())
-    held = worker.streams.begin()
-    other = worker.task(cuda.compute)
-    assert not cuda.is_ordered(other)
-    worker.streams.end(held)
-    assert worker.task(lambda: cuda.is_ordered(other))
-
-
-def test_no_task_waits_for_the_default_stream(cuda: FakeCuda) -> None:
-    value = cuda.compute()
-    assert value.stream is cuda.default_stream(0)
-    assert not Worker(cuda, ServedStreams()).task(lambda: cuda.is_ordered(value))
 
 
 def test_streams_that_a_task_has_set_are_followed_and_taken_back(cuda: FakeCuda) -> None:
@@ -216,26 +141,6 @@ def test_the_work_of_the_task_that_initializes_cuda_is_ordered(cuda: FakeCuda) -
     assert worker.task(lambda: cuda.is_ordered(value) and cuda.is_ordered(earlier))
 
 
-def test_the_current_device_is_kept_with_several_devices(cuda: FakeCuda) -> None:
-    cuda.add_context(1)
-    streams = ServedStreams()
-    begun = streams.begin()
-    assert cuda.current_device() == 0
-    assert {cuda.current_stream(0), cuda.current_stream(1)} == set(cuda.made)
-    streams.end(begun)
-    assert cuda.current_device() == 0
-
-
-def test_more_tasks_than_lanes_share_streams(cuda: FakeCuda) -> None:
-    streams = ServedStreams(most_lanes=2)
-    begun = [streams.begin() for _ in range(5)]
-    assert len(cuda.made) == 2
-    for each in reversed(begun):
-        streams.end(each)
-    assert streams.begin() is not None
-    assert len(cuda.made) == 2
-
-
 def test_who_shares_a_lane_does_not_rely_on_waits_still_to_be_made(cuda: FakeCuda) -> None:
     streams = ServedStreams(most_lanes=2)
     begun = streams.begin()
@@ -268,52 +173,7 @@ def test_tasks_that_share_a_lane_use_one_stream_of_it(
     assert [lane.stream(0), lane.stream(0)] == others * 2
 
 
-def test_nothing_is_kept_of_tasks(cuda: FakeCuda) -> None:
-    worker = Worker(cuda, ServedStreams())
-    for _ in range(50):
-        worker.task(cuda.compute)
-    assert cuda.events == 1
-
-
 # Threads that live longer
-
-
-def test_an_attached_thread_is_ordered_in_both_directions(cuda: FakeCuda) -> None:
-    worker = Worker(cuda, ServedStreams())
-    before = worker.task(cuda.compute)
-    attached = Attached(worker.streams)
-
-    def serve() -> tuple[bool, FakeTensor]:
-        attached.renew()
-        was_ordered = cuda.is_ordered(before)
-        value = cuda.compute()
-        attached.publish()
-        return was_ordered, value
-
-    was_ordered, value = in_thread(serve)
-    assert was_ordered
-    assert value.stream is not cuda.default_stream(0)
-    assert worker.task(lambda: cuda.is_ordered(value))
-
-
-def test_a_stream_that_an_attached_thread_has_set_stays(cuda: FakeCuda) -> None:
-    worker = Worker(cuda, ServedStreams())
-    own = cuda.new_stream(0)
-
-    def serve() -> FakeTensor:
-        attached = Attached(worker.streams)
-        attached.renew()
-        cuda.set_stream(own)
-        between = worker.task(cuda.compute)
-        attached.renew()
-        assert cuda.is_ordered(between)
-        value = cuda.compute()
-        attached.close()
-        return value
-
-    value = in_thread(serve)
-    assert value.stream is own
-    assert worker.task(lambda: cuda.is_ordered(value))
 
 
 def test_what_is_carried_to_another_thread_comes_after_this_one(cuda: FakeCuda) -> None:
@@ -325,50 +185,10 @@ def test_what_is_carried_to_another_thread_comes_after_this_one(cuda: FakeCuda) 
 # Locks
 
 
-def test_blocks_under_a_lock_are_ordered(cuda: FakeCuda) -> None:
-    guard = new_guard()
-
-    def hold() -> FakeTensor:
-        cuda.set_stream(cuda.new_stream(0))
-        with guard.lock, guard.order:
-            return cuda.compute()
-
-    value = in_thread(hold)
-    assert not cuda.is_ordered(value)
-    with guard.lock, guard.order:
-        assert cuda.is_ordered(value)
-
-
 def test_a_build_without_cuda_orders_nothing() -> None:
     assert isinstance(new_order(), Order) is device_streams.HAS_CUDA
 
 
-# The reactor
-
-
-def test_the_reactor_runs_each_task_on_side_streams(cuda: FakeCuda) -> None:
-    reactor = Reactor("test", 4, FairQueue(limit=1000, limit_bytes=1 << 20))
-    streams = ServedStreams()
-    reactor.before_task, reactor.after_task = streams.begin, streams.end
-    found: list[FakeTensor] = []
-    ordered: list[bool] = []
-    ended = threading.Semaphore(0)
-
-    def work(_: object, __: object) -> None:
-        ordered.append(all(map(cuda.is_ordered, found)))
-        found.append(cuda.compute())
-        ended.release()
-
-    try:
-        for _ in range(20):
-            reactor.submit_task(work)
-            assert ended.acquire(timeout=LIMIT_S)
-            while reactor.busy:  # The task has released its caller before it ended.
-                pass
-    finally:
-        assert reactor.close(LIMIT_S) == []
-    assert all(ordered)
-    assert all(each.stream is not cuda.default_stream(0) for each in found)
 
 
 # Random programs: tasks begin, compute, hand values on and end, in any order of their steps.
@@ -468,7 +288,3 @@ def test_every_use_comes_after_its_value(
             program.step()
         side = itertools.chain(*(lane.streams.values() for lane in program.streams._lanes))
         assert len(list(side)) <= most_lanes * 3
-
-
-def test_keep_without_cuda_does_nothing() -> None:
-    keep(torch.ones(1), [torch.ones(1)])

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -89,12 +88,6 @@ def test_an_exception_of_a_handler_is_told_from_others() -> None:
     assert not interrupts.is_of_handler(caught.value)
 
 
-def test_ctrl_c_belongs_to_the_main_thread() -> None:
-    assert interrupts.is_of_handler(KeyboardInterrupt())
-    with ThreadPoolExecutor(1) as pool:
-        assert not pool.submit(interrupts.is_of_handler, KeyboardInterrupt()).result()
-
-
 @pytest.fixture
 def switching_often() -> Iterator[None]:
     interval_s = sys.getswitchinterval()
@@ -102,30 +95,6 @@ def switching_often() -> Iterator[None]:
     yield
     sys.setswitchinterval(interval_s)
     gc.enable()
-
-
-def test_frames_of_each_thread_innermost_last() -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def outer() -> None:
-        inner()
-
-    def inner() -> None:
-        inside.set()
-        leave.wait()
-
-    thread = threading.Thread(target=outer)
-    thread.start()
-    inside.wait()
-    stacks = interrupts.all_stacks()
-    leave.set()
-    thread.join()
-    names = [frame.f_code.co_name for frame in stacks[thread.ident or 0]]
-    place = names.index("outer")
-    assert names[place + 1] == "inner"
-    assert names[-1] in ("inner", "wait")
-    own = [frame.f_code.co_name for frame in stacks[threading.get_ident()]]
-    assert own.index("test_frames_of_each_thread_innermost_last") < own.index("all_stacks")
 
 
 @pytest.mark.usefixtures("switching_often")

@@ -21,8 +21,3 @@ def test_messages_and_errors_are_escaped(caplog: pytest.LogCaptureFixture) -> No
     assert caplog.text.count(r"\x1b]0;owned\x07\x9b31m") == 2
     assert "\x1b" not in caplog.text
     assert "\x9b" not in caplog.text
-
-
-def test_a_record_without_them_keeps_its_arguments(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("torchweft").warning("worker %r has %d\nlines", "a", 2)
-    assert caplog.records[-1].args == ("a", 2)

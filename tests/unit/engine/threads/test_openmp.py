@@ -93,21 +93,3 @@ def test_closing_ends_it_for_good(limit: SpinLimit) -> None:
     assert not has_team()
     assert [limit.tick(float(number)) for number in range(4)] == [math.inf] * 4
     assert not has_team()
-
-
-def test_not_where_one_thread_computes(limit: SpinLimit) -> None:
-    torch.set_num_threads(1)
-    looks(limit, 4)
-    assert not has_team()
-
-
-def test_not_where_the_user_has_decided(monkeypatch: pytest.MonkeyPatch, host: Host) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert SpinLimit(NAME, host.running).tick(0.0) == math.inf
-
-
-def test_not_with_another_library(monkeypatch: pytest.MonkeyPatch, limit: SpinLimit) -> None:
-    monkeypatch.setattr(process, "_loaded_library", lambda: None)
-    looks(limit, 2)
-    assert not has_team()
-    assert limit.tick(2.0) == math.inf

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -101,20 +99,6 @@ def test_a_thread_may_wait_alone_only_while_another_waits_for_events(make_reacto
     reactor.end_read()
     assert reactor.begin_read()
     reactor.end_read()
-
-
-def test_only_threads_of_tasks_are_counted_when_they_wait(make_reactor: Make) -> None:
-    assert not make_reactor(1).begin_wait()
-
-
-def test_urgent_tasks_run_whatever_the_limit(make_reactor: Make) -> None:
-    reactor = make_reactor(1)
-    tasks, done = Tasks(reactor), threading.Event()
-    reactor.submit_task(tasks.hold)
-    tasks.await_begun(1)
-    reactor.submit(lambda *_: done.set())
-    assert done.wait(LIMIT_S)
-    tasks.may_end.set()
 
 
 def test_a_stalled_queue_gets_another_thread(make_reactor: Make) -> None:
@@ -224,18 +208,6 @@ def test_nothing_is_lost_when_many_threads_submit(make_reactor: Make) -> None:
     assert sorted(seen) == list(range(5 * each))
 
 
-def test_activity_changes_with_each_task(make_reactor: Make) -> None:
-    reactor, ended = make_reactor(1), threading.Semaphore(0)
-    seen = {reactor.activity}
-    for _ in range(5):
-        reactor.submit(lambda *_: ended.release())
-        assert ended.acquire(timeout=LIMIT_S)
-        while reactor.busy:
-            pass
-        seen.add(reactor.activity)
-    assert len(seen) == 6
-
-
 def test_a_readable_descriptor_wakes_one_thread_once_until_it_is_armed_again(
     make_reactor: Make,
 ) -> None:
@@ -249,35 +221,6 @@ def test_a_readable_descriptor_wakes_one_thread_once_until_it_is_armed_again(
         reactor.resume_reading(ours.fileno())
         assert events.acquire(timeout=LIMIT_S)
         reactor.forget(ours.fileno())
-
-
-def test_a_full_descriptor_is_reported_when_it_has_room_again(make_reactor: Make) -> None:
-    reactor, events = make_reactor(2), threading.Semaphore(0)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                ours.send(b"x" * 100_000)
-        reactor.watch_writing(ours.fileno(), events.release)
-        reactor.resume_writing(ours.fileno())
-        assert not events.acquire(timeout=0.01)
-        ours.shutdown(socket.SHUT_WR)
-        while theirs.recv(1 << 20):
-            pass
-        assert events.acquire(timeout=LIMIT_S)
-        reactor.forget(ours.fileno())
-
-
-def test_what_is_forgotten_may_be_forgotten_and_resumed_again(make_reactor: Make) -> None:
-    reactor = make_reactor(1)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        reactor.watch_reading(ours.fileno(), lambda: None)
-        for _ in range(2):
-            reactor.forget(ours.fileno())
-            reactor.resume_reading(ours.fileno())
-            reactor.resume_writing(ours.fileno())
 
 
 def test_a_descriptor_that_its_handler_leaves_unarmed_is_handled_again_after_the_tasks(
@@ -383,19 +326,6 @@ def test_threads_that_do_not_end_are_named() -> None:
     assert reactor.close(LIMIT_S) == []
 
 
-def test_a_task_may_close() -> None:
-    reactor, stuck = Reactor("test", 2, empty_queue()), []
-    done = threading.Event()
-
-    def close(*_: object) -> None:
-        stuck.append(reactor.close(LIMIT_S))
-        done.set()
-
-    reactor.submit(close)
-    assert done.wait(LIMIT_S)
-    assert stuck == [[]]
-
-
 def test_nothing_is_written_to_a_descriptor_that_another_file_has_got_since() -> None:
     reactor = Reactor("test", 1, empty_queue())
     reactor.close(LIMIT_S)
@@ -427,12 +357,3 @@ def test_a_descriptor_that_is_left_unarmed_during_a_look_is_seen_by_another_look
         assert 1 not in reactor.unarmed
     finally:
         assert reactor.close(LIMIT_S) == []
-
-
-def test_a_thread_goes_on_when_another_one_has_taken_the_last_task(make_reactor: Make) -> None:
-    """Both have seen the task in the queue."""
-    reactor = make_reactor(1)
-    reactor._run_all(deque(), deque([1]))
-    done = threading.Event()
-    reactor.submit(lambda *_: done.set())
-    assert done.wait(LIMIT_S)

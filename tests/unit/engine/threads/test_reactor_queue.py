@@ -7,10 +7,8 @@ import time
 from collections import Counter
 from typing import Any
 
-import pytest
-
 from tests.thorough import examples
-from torchweft.engine.threads.reactor import LAST, OWN, SWEEP_LIMIT, FairQueue
+from torchweft.engine.threads.reactor import OWN, SWEEP_LIMIT, FairQueue
 
 
 def nothing(*_: Any) -> None:
@@ -28,43 +26,6 @@ def drain(tasks: FairQueue) -> list[Any]:
     return taken
 
 
-def test_one_sender_keeps_its_order() -> None:
-    tasks = make()
-    for number in range(5):
-        tasks.append((nothing, number, None), 1)
-    assert len(tasks) == 5
-    assert drain(tasks) == [0, 1, 2, 3, 4]
-    assert len(tasks) == 0
-
-
-def test_senders_take_turns() -> None:
-    tasks = make()
-    for number in range(4):
-        tasks.append((nothing, f"flood {number}", None), 1)
-    tasks.append((nothing, "single", None), 2)
-    tasks.append((nothing, "own", None))
-    assert drain(tasks) == ["flood 0", "single", "own", "flood 1", "flood 2", "flood 3"]
-
-
-def test_a_sender_that_was_empty_goes_to_the_end_of_the_turns() -> None:
-    tasks = make()
-    tasks.append((nothing, "a", None), 1)
-    tasks.append((nothing, "b", None), 2)
-    assert tasks.popleft()[1] == "a"
-    tasks.append((nothing, "c", None), 1)
-    assert drain(tasks) == ["b", "c"]
-
-
-def test_nothing_to_take_is_an_index_error() -> None:
-    tasks = make()
-    with pytest.raises(IndexError):
-        tasks.popleft()
-    tasks.append((nothing, 1, None), 3)
-    tasks.popleft()
-    with pytest.raises(IndexError):
-        tasks.popleft()
-
-
 def test_a_full_sender_refuses_what_is_offered_and_the_others_do_not() -> None:
     tasks = make(limit=2)
     assert [tasks.offer((nothing, number, None), 1, 0) for number in range(3)] == [
@@ -76,25 +37,6 @@ def test_a_full_sender_refuses_what_is_offered_and_the_others_do_not() -> None:
     tasks.append((nothing, "must", None), 1)
     assert drain(tasks) == [0, "other", 1, "must"]
     assert tasks.offer((nothing, 4, None), 1, 0)
-
-
-def test_bytes_are_bounded_as_well() -> None:
-    tasks = make(limit_bytes=100)
-    assert tasks.offer((nothing, "large", None), 1, 500)
-    assert not tasks.offer((nothing, "small", None), 1, 1)
-    tasks.popleft()
-    assert tasks.offer((nothing, "small", None), 1, 60)
-    assert tasks.offer((nothing, "small", None), 1, 40)
-    assert not tasks.offer((nothing, "small", None), 1, 1)
-
-
-def test_senders_of_workers_that_have_left_do_not_pile_up() -> None:
-    tasks = make()
-    for life in range(20 * SWEEP_LIMIT):
-        assert tasks.offer((nothing, life, None), life, 1)
-        assert tasks.popleft()[1] == life
-        assert len(tasks._queues) <= SWEEP_LIMIT
-    assert not tasks.ready
 
 
 def test_a_sender_that_finalizers_use_is_never_dropped() -> None:
@@ -158,14 +100,3 @@ def test_many_threads_lose_and_double_nothing() -> None:
         for sender in (OWN, 1, 2):
             numbers = [number for of, number in into if of == sender]
             assert numbers == sorted(numbers)
-
-
-def test_last_tasks_run_when_no_other_waits() -> None:
-    queue = FairQueue(10, 1000)
-    queue.append((print, "last", None), LAST)
-    queue.append((print, "own", None))
-    assert queue.offer((print, "other", None), 5, 1)
-    queue.append((print, "last again", None), LAST)
-    found = [queue.popleft()[1] for _ in range(4)]
-    assert found == ["own", "other", "last", "last again"]
-    assert not queue.ready

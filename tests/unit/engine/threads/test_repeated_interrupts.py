@@ -78,12 +78,3 @@ def test_what_else_is_swallowed_is_the_former_hooks(
     thread.start()
     thread.join()
     assert seen == [ValueError, KeyboardInterrupt]
-
-
-def test_a_hook_of_the_program_is_kept(interrupts: RepeatedInterrupts) -> None:
-    def hook(_: object) -> None:
-        """Is the program's."""
-
-    sys.unraisablehook = hook
-    interrupts.end()
-    assert sys.unraisablehook is hook

@@ -149,10 +149,6 @@ def test_what_is_taken_away_is_given_back(name: str) -> None:
     assert away == after == PLAIN
 
 
-def test_nothing_is_taken_from_a_thread_that_is_untouched() -> None:
-    assert on_a_thread(take_away) is None
-
-
 def test_modes_of_two_are_kept_apart_in_any_order() -> None:
     """Suspended and resumed coroutines need this."""
 
@@ -220,13 +216,3 @@ def test_a_number_of_threads_that_a_task_sets_is_that_of_all_tasks() -> None:
     finally:
         first.close()
         second.close()
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_a_new_thread_has_the_number_that_the_program_has_set() -> None:
-    torch.set_num_threads(1)
-    worker = Worker()
-    try:
-        assert worker.run(torch.get_num_threads) == 1
-    finally:
-        worker.close()

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import gc
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -55,29 +53,6 @@ def timer(job: Job, other: Job) -> Iterator[Timer]:
     other.next_call()
     yield timer
     clock.close()
-
-
-def is_called(job: Job) -> bool:
-    try:
-        job.calls.get(timeout=0.02)
-    except queue.Empty:
-        return False
-    return True
-
-
-def test_a_wake_up_for_later_calls_the_job_then_and_not_before(timer: Timer, job: Job) -> None:
-    due_s = time.monotonic() + 0.03
-    timer.wake_by(due_s)
-    assert job.next_call() >= due_s
-
-
-def test_an_idle_job_is_called_once_a_second(timer: Timer, job: Job) -> None:
-    assert job.next_call() > 0.0
-
-
-def test_a_wake_up_for_later_than_the_next_look_wakes_nobody(timer: Timer, job: Job) -> None:
-    timer.wake_by(math.inf)
-    assert not is_called(job)
 
 
 def test_a_wake_up_while_jobs_are_called_is_not_lost() -> None:
@@ -145,38 +120,3 @@ def test_nothing_is_written_to_a_descriptor_that_another_file_has_got_since() ->
     clock.close()
     with nothing_is_written():
         timer.wake_by(0.0)
-
-
-def test_finalizers_of_many_threads_may_wake_it(timer: Timer, job: Job) -> None:
-    class Wakes:
-        def __del__(self) -> None:
-            timer.wake_by(0.0)
-
-    def make_and_drop() -> None:
-        for _ in range(200):
-            Wakes()
-
-    threads = [threading.Thread(target=make_and_drop) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    gc.collect()
-    job.next_call()
-
-
-@pytest.mark.parametrize("answer", [math.nan, None])
-def test_a_job_that_returns_no_number_is_called_again(
-    answer: Any, other: Job, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls: queue.SimpleQueue[float] = queue.SimpleQueue()
-
-    def spoilt(now_s: float) -> Any:
-        calls.put(now_s)
-        return answer
-
-    clock, _ = started(spoilt, other)
-    for _ in range(2):  # At the start, and in a second at the latest.
-        calls.get(timeout=LIMIT_S)
-        other.next_call()
-    clock.close()

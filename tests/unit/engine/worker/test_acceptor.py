@@ -216,17 +216,6 @@ def test_a_newcomer_whose_connection_ends_introduces_itself_again(
     assert len(turned_out) == 3
 
 
-def test_a_newcomer_whose_connections_all_end_hears_so_in_time(
-    pair: list[Member], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = pair
-    monkeypatch.setattr(Acceptor, "_greet", lambda _, connection: connection.close())
-    began_s = time.monotonic()
-    with pytest.raises(ConnectionError):
-        first.agent.introduce(first.peer(second), 0.3)
-    assert time.monotonic() - began_s < AT_ONCE_S
-
-
 def test_a_worker_that_shuts_down_introduces_itself_no_more(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,15 +232,6 @@ def test_a_worker_that_shuts_down_introduces_itself_no_more(
         wait_until(lambda: len(ended) > 2)
         first.close()
         assert isinstance(introduced.exception(AT_ONCE_S), ConnectionError)
-
-
-def test_a_stranger_is_greeted_if_no_more_connections_follow_the_last_of_a_round(
-    pair: list[Member], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchweft.engine.worker.connecting._AT_A_TIME", 1)
-    for _ in range(3):
-        with dial(pair[0]) as stranger:
-            assert stranger.recv(1)  # the begin of its challenge
 
 
 def test_members_get_in_during_a_flood(pair: list[Member]) -> None:

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
-
-import pytest
 
 from tests.unit.engine.worker.group import Member, group_of
 from torchweft.engine.protocol.calls import SimpleRequest
@@ -13,7 +10,6 @@ from torchweft.engine.wire.frames import Frame, encode_frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.engine.worker.peers import Peer
-from torchweft.errors import CallTimeout
 
 LIMIT_S = 20.0
 
@@ -35,25 +31,8 @@ def answer_calls(member: Member) -> None:
     member.agent.receiver.on(Kind.CALL, answer, inline=False)
 
 
-@pytest.fixture(params=["unix", "tcp"])
-def pair(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
-    with group_of(2, over=request.param) as members:
-        for member in members:
-            answer_calls(member)
-            member.start()
-        yield members
-
-
 def new_call(peer: Peer, timeout_s: float = math.inf) -> PendingCall:
     return PendingCall(peer.id, peer.name, "echo", timeout_s)
-
-
-def ask(member: Member, peer: Peer, text: bytes, timeout_s: float = math.inf) -> PendingCall:
-    call = new_call(peer, timeout_s)
-    member.agent.calls.ask(
-        peer, call, SimpleRequest(lambda number: message(peer, Kind.CALL, number, text))
-    )
-    return call
 
 
 def ask_and_wait(member: Member, peer: Peer, text: bytes) -> PendingCall:
@@ -87,30 +66,3 @@ def test_workers_that_dial_each_other_while_their_only_threads_are_busy_meet() -
             member.agent.reactor.submit_task(lambda m, _, o=other: call_other(m, o), member)
         for _ in members:
             assert ended.acquire(timeout=5.0), "each waits for the other to accept"
-
-
-def test_a_call_without_an_answer_ends_with_its_time(pair: list[Member]) -> None:
-    first, second = pair
-    call = ask(first, first.peer(second), b"never", timeout_s=0.02)
-    first.agent.calls.wait(call)
-    assert isinstance(call.error, CallTimeout)
-    told = threading.Event()
-    peer = first.peer(second)
-    unwatched = new_call(peer, 0.02)
-    unwatched.on_done = lambda done: told.set()
-    first.agent.calls.ask(
-        peer, unwatched, SimpleRequest(lambda number: message(peer, Kind.CALL, number, b"never"))
-    )
-    assert told.wait(0.5), "nobody looked at the clock in time"
-
-
-def test_traffic_is_counted_on_both_sides(pair: list[Member]) -> None:
-    first, second = pair
-    # Otherwise another thread writes the call, and may count its bytes after the answer arrives.
-    first.agent.connect(first.peer(second))
-    ask_and_wait(first, first.peer(second), b"x" * 10_000)
-    assert first.agent.traffic().bytes_sent >= 10_000
-    assert first.agent.traffic().bytes_received >= 10_000
-    # Bytes are counted after they are written, so the answer may arrive first.
-    second.agent.close()
-    assert second.agent.traffic().bytes_sent >= 10_000

@@ -5,14 +5,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
-from torch.distributed import FileStore, HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from torchweft.engine.protocol.registration import Registration
 from torchweft.engine.worker import rendezvous
-from torchweft.engine.worker.rendezvous import BoundedStore, SignedStore, join, place_of, within
+from torchweft.engine.worker.rendezvous import BoundedStore, SignedStore, join
 from torchweft.errors import RendezvousTimeout
 
 LIMIT_S = 20.0
@@ -57,22 +56,6 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             assert not thread.is_alive()
 
 
-def test_everything_is_passed_on() -> None:
-    store = BoundedStore(HashStore(), LIMIT_S)
-    store.set("a", "1")
-    store.wait(["a"], timedelta(seconds=1))
-    assert store.get("a") == b"1"
-    assert store.check(["a"])
-    assert not store.check(["b"])
-    assert store.add("count", 2) == 2
-    assert store.compare_set("a", "1", "2") == b"2"
-
-
-def test_an_error_of_the_store_is_passed_on() -> None:
-    with pytest.raises(ValueError, match="wrong"):
-        within(LIMIT_S, "here", lambda: int("wrong"))
-
-
 def test_a_store_that_was_silent_once_is_not_asked_again() -> None:
     silent = Silent(0)
     store = BoundedStore(silent, 0.0)
@@ -97,9 +80,3 @@ def test_joining_ends_in_time_whenever_the_store_becomes_silent(rank: int, answe
         join(SignedStore(BoundedStore(silent, 0.2), None), me, 3, 0.2, deque(maxlen=1))
     assert time.monotonic() - began_s < 3.0
     silent.go_on.set()
-
-
-def test_a_place_is_named(tmp_path: Path) -> None:
-    path = f"{tmp_path}/store"
-    assert place_of(PrefixStore("x", FileStore(path, 1))) == f"file {path}"
-    assert place_of(PrefixStore("x", PrefixStore("y", HashStore()))) == "a HashStore"

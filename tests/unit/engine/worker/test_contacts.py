@@ -16,11 +16,9 @@ from tests.unit.engine.worker.sessions import HEAD, Pair, content, pair_of, send
 from torchweft import knobs
 from torchweft.engine.io.handshake import Greeting, Handshake
 from torchweft.engine.io.session import ResumableLink
-from torchweft.engine.protocol import sessions
 from torchweft.engine.protocol.connecting import Patience, Terms
 from torchweft.engine.wire.frames import encode_frame
 from torchweft.engine.wire.messages import Kind
-from torchweft.engine.worker.connecting import Connector
 
 AT_ONCE_S = 5.0
 """Less than the default patience, and more than a slow moment of the machine."""
@@ -77,47 +75,6 @@ def test_whatever_is_cut_every_message_comes_once_and_in_order(pair: Pair, seed:
     assert pair.links[0].resumption_count >= CUTS // 3
     wait_until(lambda: pair.is_sound and len(os.listdir("/proc/self/fd")) <= descriptors)
     assert sum("weft-" in thread.name for thread in threading.enumerate()) <= 20
-
-
-def test_after_a_while_nothing_is_kept_and_nothing_is_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sessions, "ACKNOWLEDGE_S", 0.01)
-    with pair_of() as pair:
-        for number in range(5):
-            send(pair.dialler, pair.acceptor, number, 100_000)
-        wait_until(lambda: all(link.kept_bytes <= 24 for link in pair.links))
-        looks = [ticks_of(pair.dialler), ticks_of(pair.acceptor)]
-        wait_until(lambda: min(map(len, looks)) >= 10)  # All received data is acknowledged by now.
-        sent = [link.bytes_sent for link in pair.links]
-        wait_until(lambda: min(map(len, looks)) >= 20)
-        assert [link.bytes_sent for link in pair.links] == sent
-        assert pair.lost() == []
-
-
-def test_a_short_patience_keeps_the_kernel_of_an_idle_peer_answering() -> None:
-    """Its own probes, one a second, would come too late."""
-    with pair_of(Patience(0.4, LIMIT_S)) as pair:
-        pair.check()
-        for _ in range(10):
-            sent = sum(link.bytes_sent for link in pair.links)
-            wait_until(lambda sent=sent: sum(link.bytes_sent for link in pair.links) > sent)
-        # One side may be ahead of the other with all probes; the other acknowledges them later.
-        before = [link._outgoing.acknowledged for link in pair.links]
-        wait_until(lambda: min(acknowledged_since(before, pair)) > 0)
-        assert pair.lost() == []
-
-
-def acknowledged_since(before: list[int], pair: Pair) -> list[int]:
-    links = zip(pair.links, before, strict=True)
-    return [link._outgoing.acknowledged - bytes_before for link, bytes_before in links]
-
-
-def ticks_of(member: Member) -> list[float]:
-    """Returns a list that collects the times at which a member's timer jobs run."""
-    seen: list[float] = []
-    member.agent.timers.add(lambda now_s: seen.append(now_s) or now_s + 0.01)
-    return seen
 
 
 def test_a_connection_that_breaks_as_soon_as_it_is_made_is_made_again() -> None:
@@ -196,18 +153,6 @@ def probe(pair: Pair, terms: Terms) -> None:
     """Makes the acceptor report that the connection of an attempt broke."""
     peer = pair.acceptor.peer(pair.dialler)
     pair.acceptor.agent._connector.probe(peer, terms, time.monotonic() + LIMIT_S)
-
-
-def test_a_question_about_an_earlier_connection_disturbs_nobody(pair: Pair) -> None:
-    one, _ = pair.links
-    pair.dialler.cut(pair.acceptor)
-    wait_until(lambda: one.resumption_count and pair.is_settled)
-    probe(pair, pair.terms[1])
-    wait_until(lambda: one.resumption_count >= 2 and pair.is_settled)
-    count, latest = one.resumption_count, pair.terms[1]
-    probe(pair, latest._replace(attempt=latest.attempt - 1))
-    pair.check()
-    assert one.resumption_count == count
 
 
 def test_the_side_that_did_not_dial_has_the_other_one_resume(
@@ -339,51 +284,3 @@ def test_a_peer_that_has_forgotten_the_session_is_lost_at_once_and_on_both_sides
     wait_until(lambda: len(pair.lost()) == 2)
     assert time.monotonic() - began_s < AT_ONCE_S
     assert any("there is no such session" in cause for cause in pair.lost())
-
-
-@pytest.mark.parametrize("leaver", [0, 1])
-def test_a_goodbye_is_the_end_and_nobody_dials(
-    leaver: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions, "ACKNOWLEDGE_S", 1000.0)  # Closing must not wait that long.
-    dialled: list[str] = []
-    for name in ("resume", "probe"):
-        monkeypatch.setattr(Connector, name, lambda *_, name=name: dialled.append(name))
-    with pair_of() as pair:
-        pair.check()
-        members = pair.dialler, pair.acceptor
-        began_s = time.monotonic()
-        members[leaver].close()
-        assert time.monotonic() - began_s < AT_ONCE_S - 1
-        wait_until(pair.lost)
-        assert dialled == []
-
-
-def test_two_that_leave_at_once_do_not_wait_for_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sessions, "ACKNOWLEDGE_S", 1000.0)
-    with pair_of() as pair:
-        pair.check()
-        threads = [threading.Thread(target=m.close) for m in (pair.dialler, pair.acceptor)]
-        began_s = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT_S)
-        assert time.monotonic() - began_s < AT_ONCE_S - 1
-
-
-def test_how_long_nothing_was_heard_is_told(pair: Pair) -> None:
-    member, other = pair.dialler, pair.acceptor
-    assert member.agent.links.silence_s(member.peer(other)) < AT_ONCE_S
-    assert member.agent.links.silence_s(member.agent.me) == 0.0
-    contact = member.peer(other).connecting._contact
-    assert contact is not None
-    contact._heard_s -= 100.0
-    link = pair.links[0]
-    with link._lock:
-        link._is_broken = True  # The kernel knows nothing of a broken link.
-    assert member.agent.links.silence_s(member.peer(other)) > 90.0
-    with link._lock:
-        link._is_broken = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import threading
 import time
@@ -19,16 +18,6 @@ from torchweft.engine.worker.rendezvous import GroupFile, SignedStore, enter, jo
 from torchweft.errors import RendezvousError
 
 LIMIT_S = 5.0
-
-
-def test_the_file_has_the_keys_that_are_there(tmp_path: Path) -> None:
-    store = GroupFile(str(tmp_path / "group"), LIMIT_S)
-    for number in range(50):
-        store.set(f"weft/0/{number}", "x" * 100)
-        assert store.deleteKey(f"weft/0/{number}")
-    store.set("weft/0/last", b"value")
-    assert GroupFile(str(tmp_path / "group"), LIMIT_S).get("weft/0/last") == b"value"
-    assert os.path.getsize(tmp_path / "group.open") < 100
 
 
 def test_a_process_group_may_meet_in_the_same_file(tmp_path: Path) -> None:
@@ -80,21 +69,6 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match="no rendezvous store"):
         GroupFile(str(tmp_path / "other"), LIMIT_S).compare_set("weft/0/kind", "", "open")
     assert (tmp_path / "other").read_text() == "this is no store\n"
-
-
-def test_pytorch_reaches_every_operation(tmp_path: Path) -> None:
-    method = f"file://{tmp_path}/group"
-    store = PrefixStore("weft/0", open_store(method, 0, None, LIMIT_S))
-    gc.collect()  # The test holds no reference to the store's Python half.
-    assert not store.check(["key"])
-    store.set("key", "värde \0")
-    assert store.get("key") == "värde \0".encode()
-    assert store.add("number", 2) == 2
-    assert store.add("number", 3) == 5
-    assert store.compare_set("kind", "", "open") == b"open"
-    assert store.compare_set("kind", "", "closed") == b"open"
-    store.wait(["key", "kind"], timedelta(seconds=LIMIT_S))
-    assert store.check(["key", "kind"])
 
 
 def test_a_wait_ends_when_another_sets_the_key(tmp_path: Path) -> None:

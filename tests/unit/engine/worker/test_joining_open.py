@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from torchweft.engine.protocol import joining
 from torchweft.engine.protocol.joining import Admission
 from torchweft.engine.protocol.registration import Registration
-from torchweft.engine.worker.rendezvous import SignedStore, enter, join, note_left, open_store
+from torchweft.engine.worker.rendezvous import SignedStore, enter, note_left, open_store
 from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
 from torchweft.secret import Secret
 
@@ -74,14 +73,6 @@ def test_joining_and_the_store_do_not_grow_with_those_who_came_before(
     assert max(sizes[-10:]) <= max(sizes[:10]) + digits
 
 
-def test_who_wrote_in_another_run_is_not_there() -> None:
-    old, store = HashStore(), HashStore()
-    stale = come(old, "a", 0)
-    store.set("present", "[0, 0]")
-    store.set(f"member/0/{stale.token}", old.get(f"member/0/{stale.token}"))
-    assert come(store, "b", 1).earlier == {}
-
-
 @pytest.mark.parametrize(
     "text",
     ["?", "{}", "[]", "[-2]", "[[]]", "[1e9]", "[" * 100_000, "[70000]", "[0, [0]]", "[0, [0, 1]]"],
@@ -139,17 +130,6 @@ def test_lives_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         come(store, "a", 0)
     with pytest.raises(ConfigurationError, match="start a new group"):
         come(store, "a", 0)
-
-
-def test_a_closed_group_stays_closed_and_an_open_one_open() -> None:
-    store = HashStore()
-    join(signed(store), Registration("a", 0, ("unix:@x",)), 1, LIMIT_S, deque())
-    with pytest.raises(RendezvousError, match=r"mixes statically and dynamically.*is closed"):
-        come(store, "b", 1)
-    store = HashStore()
-    come(store, "b", 1)
-    with pytest.raises(RendezvousError, match=r"mixes statically and dynamically.*is open"):
-        join(signed(store), Registration("a", 0, ("unix:@x",)), 1, LIMIT_S, deque())
 
 
 class BrokenStore:

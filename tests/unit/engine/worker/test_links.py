@@ -51,27 +51,6 @@ def greet_at(member: Member, facts: dict[str, Any]) -> Greeting | None:
             return None
 
 
-@pytest.mark.parametrize("over", ["unix", "tcp"])
-@pytest.mark.parametrize(
-    ("farewell", "told"),
-    [
-        ("it had to go", "it had to go"),
-        ("with\nlines\x1b[31m", "with lines [31m"),
-        ("x" * 1000, "x" * 256),
-        ("\u00e9" * 200, "\u00e9" * 128),
-    ],
-)
-def test_a_worker_says_why_it_leaves(over: str, farewell: str, told: str) -> None:
-    with group_of(2, over=over) as (first, second):
-        first.start()
-        second.start()
-        first.agent.connect(first.peer(second))
-        first.agent.links.leave_reason = farewell
-        first.close()
-        wait_until(lambda: second.peer(first).lost, "the loss")
-        assert second.peer(first).lost_error().cause == told
-
-
 def test_who_cannot_write_waits_for_the_reader_of_the_last_words() -> None:
     """A thread may read the farewell while another one finds that it cannot write."""
     with group_of(2, over="unix") as (first, second):
@@ -233,14 +212,6 @@ def test_only_the_side_that_dialled_resumes(pair: Pair) -> None:
     assert pair.links[1].resumption_count == 0
 
 
-@pytest.mark.parametrize("purpose", ["resume", "probe"])
-def test_a_session_that_nobody_knows_is_refused(pair: Pair, purpose: str) -> None:
-    answer = greet(pair, {"purpose": purpose, "session": "?", "position": 0, "attempt": 2})
-    assert answer is not None
-    assert answer.refusal == "there is no such session"
-    pair.check()
-
-
 def test_an_earlier_greeting_that_is_slow_does_not_replace_the_session(pair: Pair) -> None:
     """The greeting was in flight when the dialler gave up its attempt and made another."""
     agent, peer = pair.acceptor.agent, pair.acceptor.peer(pair.dialler)
@@ -254,16 +225,6 @@ def test_an_earlier_greeting_that_is_slow_does_not_replace_the_session(pair: Pai
         assert ours.fileno() == -1
     assert peer.link is link
     pair.check()
-
-
-def test_a_connection_to_a_worker_that_was_lost_meanwhile_is_closed(pair: Pair) -> None:
-    agent, peer = pair.acceptor.agent, pair.acceptor.peer(pair.dialler)
-    agent.lose(peer, "a test")
-    ours, theirs = socket.socketpair()
-    with theirs:
-        with pytest.raises(LinkClosed, match="lost"):
-            agent.links.adopt(peer, agent.links.make_link(ours, peer, None), None)
-        assert ours.fileno() == -1
 
 
 @pytest.mark.parametrize("purpose", ["resume", "probe"])

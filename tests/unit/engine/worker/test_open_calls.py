@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import queue
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -110,18 +109,3 @@ def test_what_ends_while_its_request_is_made_is_cancelled_at_its_callee(
     first.agent.calls.ask(peer, call, SimpleRequest(message))
     assert isinstance(call.error, CallCancelled)
     callee.until_cancelled(callee.next())
-
-
-@pytest.mark.parametrize("timeout_s", [math.inf, 1e30, threading.TIMEOUT_MAX + 1, LIMIT_S])
-def test_all_who_wait_are_woken(timeout_s: float) -> None:
-    call = PendingCall(1, "callee", "module:function", math.inf)
-    outcomes: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda: outcomes.append(call.wait(timeout_s))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    call.finish()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert outcomes == [True] * 4

@@ -71,12 +71,6 @@ def test_an_owned_value_is_ready_only_when_it_can_be_read(
     assert owned.is_ready
 
 
-def test_an_error_has_no_mark(cuda: FakeCuda) -> None:
-    owned = OwnedValue()
-    owned.resolve(None, ValueError())
-    assert owned.mark is None
-
-
 def test_a_coroutine_comes_after_its_arguments_and_before_later_tasks(cuda: FakeCuda) -> None:
     streams = ServedStreams()
     runner = CoroutineRunner("test", streams)

@@ -14,7 +14,7 @@ from tests.unit.engine.channels.home import make_home
 from tests.unit.engine.io.reading import not_main, reading, received  # noqa: F401
 from torchweft import knobs
 from torchweft.engine.channels.channels import Channels
-from torchweft.engine.io.addresses import UnixAddress, dial, listen_unix
+from torchweft.engine.io.addresses import dial, listen_unix
 from torchweft.engine.io.handshake import Greeting, Handshake
 from torchweft.engine.io.link import Link
 from torchweft.engine.io.ring import Ring
@@ -197,18 +197,6 @@ def accept_all(side: Side) -> None:
             side.accept()
 
 
-def test_many_threads_that_need_a_peer_share_one_connection(make_sides: Make) -> None:
-    sides = make_sides()
-    links: list[Link] = []
-    peer = sides[0].peers[1]
-    callers = [lambda: links.append(sides[0].connector.connect(peer, math.inf))] * 8
-    with running(sides[1].accept, *callers):
-        pass
-    assert len(links) == 8
-    assert len(set(links)) == 1
-    assert len(sides[1].links) == 1
-
-
 def test_a_peer_that_listens_and_does_not_speak_is_waited_for_and_not_lost(
     make_sides: Make,
 ) -> None:
@@ -241,14 +229,6 @@ def be_accepting(peer: Peer) -> None:
     """Puts a peer's machine into the state of accepting a connection that never arrives."""
     offered = peer.connecting.hello(0, Hello(Purpose.LINK))
     assert offered.verdict is Verdict.ACCEPT
-
-
-def test_who_waits_for_a_connection_learns_of_the_loss(make_sides: Make) -> None:
-    sides = make_sides()
-    peer = sides[0].peers[1]
-    be_accepting(peer)
-    with running(lambda: peer.declare_lost("killed")), pytest.raises(WorkerLost, match="killed"):
-        sides[0].connector.connect(peer, math.inf)
 
 
 def test_a_connection_of_the_other_side_that_comes_to_nothing_is_made_here(
@@ -305,26 +285,3 @@ def test_a_peer_of_another_run_is_no_peer(make_sides: Make) -> None:
     with running(answer), pytest.raises(Unreachable, match="another run"):
         sides[0].connector.connect(sides[0].peers[1], math.inf)
     assert sides[0].links == []
-
-
-def test_a_connection_that_breaks_during_the_greeting_is_made_again(make_sides: Make) -> None:
-    sides = make_sides()
-
-    def answer() -> None:
-        for _ in range(2):
-            connection, _ = sides[1].listener.accept()
-            connection.close()
-        sides[1].accept()
-
-    with running(answer):
-        sides[0].connector.connect(sides[0].peers[1], math.inf)
-    exchange(sides)
-
-
-def test_the_first_address_that_answers_is_taken(make_sides: Make) -> None:
-    sides = make_sides()
-    texts = ("odd", str(UnixAddress("weft-nobody")), str(sides[1].address))
-    peer = Peer(Registration("worker1", 1, texts), main_by_name=True, is_self=False)
-    with running(sides[1].accept):
-        sides[0].connector.connect(peer, math.inf)
-    assert peer.link is sides[0].links[0]

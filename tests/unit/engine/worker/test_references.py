@@ -37,17 +37,6 @@ def hand_on(giver: Member, taker: Member, reference: ReferenceId) -> bool:
     return taker.references.received(handed, taker.peer(giver))
 
 
-def test_who_waits_for_a_value_may_give_up() -> None:
-    owned, told = OwnedValue(), []
-    owned.when_ready(told.append)
-    assert owned.forget(told.append)
-    assert not owned.forget(told.append)
-    owned.when_ready(told.append)
-    owned.resolve(1)
-    assert told == [owned]
-    assert not owned.forget(told.append)
-
-
 def test_who_blocks_for_a_value_is_let_go_and_nobody_is_called_back() -> None:
     owned, told = OwnedValue(), []
     owned.when_ready(told.append)
@@ -60,26 +49,6 @@ def test_who_blocks_for_a_value_is_let_go_and_nobody_is_called_back() -> None:
     made.resolve(1)
     made.resolve(None, error, runs_callbacks=False)
     assert (made.value, made.error) == (1, None)
-
-
-def test_a_creation_that_was_taken_back_leaves_nothing(trio: list[Member]) -> None:
-    owner, user, _ = trio
-    reference = user.references.creating(user.peer(owner))
-    user.references.not_created(reference)
-    user.references.end_handle(reference)
-    await_true(lambda: user.references.counts()["held"] == 0)
-    await_true(lambda: all(member.references.is_settled() for member in trio))
-    assert [member.references.report_leaks() for member in trio] == [[], [], []]
-
-
-def test_a_leak_is_named_with_where_it_was_made(trio: list[Member]) -> None:
-    keeper = trio[0].references
-    reference = keeper.own("value")
-    code = test_a_leak_is_named_with_where_it_was_made.__code__
-    keeper.note_site(reference, (code, 123))
-    (line,) = keeper.report_leaks()
-    assert f"{__file__}:123" in line
-    assert "1 handles" in line
 
 
 def test_what_is_held_of_others_is_named_until_its_handle_ends(trio: list[Member]) -> None:

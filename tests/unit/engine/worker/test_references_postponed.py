@@ -12,12 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.engine.worker.group import LIMIT_S, Member, group_of, wait_until
-from torchweft.engine.protocol.calls import SimpleRequest
 from torchweft.engine.protocol.references import Handed, Hold, Message, encode
-from torchweft.engine.wire.frames import Frame, encode_frame
+from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import Kind
-from torchweft.engine.worker.calls import PendingCall
-from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.references import ReferenceKeeper
 from torchweft.ids import ReferenceId
 
@@ -78,25 +75,6 @@ def test_a_later_message_may_overtake_a_postponed_one(pair: Pair) -> None:
     (task,) = postponed
     reactor.submit(*task)
     wait_until(lambda: pair.taken == [Handed(2), Handed(1)], "the postponed message")
-
-
-def test_the_thread_with_the_lock_gets_its_answer(pair: Pair) -> None:
-    """The answer stands behind messages about references on the same connection."""
-    told = encode_frame(Kind.REFERENCES, 0, 0, encode([Handed(1)]))
-
-    def answer(peer: Peer, frame: Frame) -> None:
-        pair.second.agent.sender.post(peer, told)
-        pair.second.agent.sender.post(peer, encode_frame(Kind.REPLY, 0, frame.id, b"answer"))
-
-    pair.second.agent.receiver.on(Kind.STACKS, answer, inline=True)
-    call = PendingCall(pair.peer.id, pair.peer.name, "function", LIMIT_S)
-    request = SimpleRequest(lambda number: encode_frame(Kind.STACKS, 0, number, b""))
-    with pair.keeper._lock:
-        pair.first.agent.calls.ask_and_wait(pair.peer, call, request)
-        assert call.error is None
-        assert call.frame is not None
-        assert pair.taken == []
-    wait_until(lambda: pair.taken == [Handed(1)], "the message before the answer")
 
 
 def test_a_sender_without_a_say_is_turned_away_also_later(pair: Pair) -> None:

@@ -17,8 +17,6 @@ from torchweft.engine.protocol.registration import Directory, Registration
 from torchweft.engine.worker import rendezvous
 from torchweft.engine.worker.rendezvous import SignedStore, carry_out, join, open_store, perform
 from torchweft.errors import (
-    ConfigurationError,
-    ProtocolError,
     RendezvousError,
     RendezvousTimeout,
 )
@@ -66,38 +64,6 @@ def test_without_rank_0_the_others_find_out_themselves(monkeypatch: pytest.Monke
     assert isinstance(outcome, RendezvousTimeout)
     assert outcome.missing == (0, 2)
     assert "missing: rank 0, rank 2" in str(outcome)
-
-
-def test_different_sizes_of_the_group_are_noticed() -> None:
-    store = HashStore()
-    small, large = outcomes(Joining(store, 0, 1), Joining(store, 1, 2))
-    assert isinstance(small, Directory)
-    assert isinstance(large, RendezvousError)
-    assert "a group of 1 workers, this rank one of 2" in str(large)
-
-
-def test_a_registration_that_makes_no_sense_is_refused() -> None:
-    store = HashStore()
-    joining_leader = Joining(store, 0, 2)
-    store.wait(["round"], timedelta(seconds=LIMIT_S))
-    store.set(f"worker/1/{store.get('round').decode()}", b"{}")
-    (outcome,) = outcomes(joining_leader)
-    assert isinstance(outcome, ProtocolError)
-
-
-def test_an_unknown_init_method_is_refused_with_those_that_work() -> None:
-    with pytest.raises(ConfigurationError, match=r"env://, tcp://host:port, file:///path"):
-        open_store("carrier://pigeon", 0, 1, 1.0)
-
-
-def test_what_the_environment_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    with pytest.raises(ConfigurationError, match="MASTER_ADDR and MASTER_PORT not set"):
-        open_store(None, 0, 1, 1.0)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(ConfigurationError, match="variable MASTER_PORT not set"):
-        open_store("env://", 0, 1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -182,19 +148,6 @@ def test_rank_0_waits_until_others_know_why_there_is_no_group() -> None:
     for outcome in outcomes(first, other):
         assert isinstance(outcome, RendezvousTimeout)
         assert outcome.missing == (2,)
-
-
-def test_a_store_that_is_late_does_not_make_the_wait_longer() -> None:
-    class Rounding(PrefixStore):
-        """Waits in whole seconds, as a file store does."""
-
-        def wait(self, keys: list[str], timeout: timedelta) -> None:
-            time.sleep(timeout.total_seconds() + 0.9)
-            raise RuntimeError("Wait timeout")
-
-    (outcome,) = outcomes(Joining(Rounding("x", HashStore()), 1, 2, 2.1))
-    assert isinstance(outcome, RendezvousTimeout)
-    assert 2.0 < outcome.elapsed_s < 2.9
 
 
 class Gone(PrefixStore):

@@ -17,7 +17,7 @@ from torchweft.engine.wire.frames import Frame, encode_frame
 from torchweft.engine.wire.messages import Kind
 from torchweft.engine.worker.calls import PendingCall
 from torchweft.engine.worker.peers import Peer
-from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
+from torchweft.errors import NotInitialized
 
 LIMIT_S = 20.0
 
@@ -117,24 +117,6 @@ def test_what_is_sent_while_kept_messages_leave_does_not_overtake_them(pair: lis
         first.agent.calls.wait(each)
 
 
-def test_a_call_ends_by_its_own_time_and_is_not_sent_later(pair: list[Member]) -> None:
-    first, second = pair
-    peer = first.peer(second)
-    arrived, taken_back = collect(second), list[bytes]()
-    late = ask(first, peer, b"late", 0.05, taken_back)
-    waited_for = ask(first, peer, b"waited for", LIMIT_S, taken_back)
-    first.agent.calls.wait(late)
-    assert isinstance(late.error, CallTimeout)
-    assert "was not sent" in str(late.error)
-    assert "is stopped or busy" in str(late.error)
-    assert peer.lost is None
-    second.start()
-    assert arrived.get(timeout=LIMIT_S) == b"waited for"
-    first.agent.calls.wait(waited_for)
-    assert taken_back == [b"late"]
-    assert arrived.empty()
-
-
 def test_nobody_connects_any_more_when_nobody_waits(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,25 +164,6 @@ def test_a_request_that_cannot_be_made_is_the_calls_error(pair: list[Member]) ->
     assert isinstance(call.error, IndexError)
     assert arrived.get(timeout=LIMIT_S) == b"after"
     first.agent.calls.wait(after)
-
-
-def test_a_worker_that_turns_out_to_be_gone(pair: list[Member]) -> None:
-    first, second = pair
-    peer = first.peer(second)
-    second.listener.close()
-    taken_back: list[bytes] = []
-    first.agent.sender.post(peer, encode_frame(Kind.REFERENCES, 0, 0, b""))
-    try:
-        call = ask(first, peer, b"lost", LIMIT_S, taken_back)
-    except WorkerLost:  # The earlier message has already revealed the loss.
-        return
-    first.agent.calls.wait(call)
-    assert isinstance(call.error, WorkerLost)
-    wait_until(lambda: taken_back == [b"lost"], "the request taken back")
-    with pytest.raises(WorkerLost):
-        ask(first, peer, b"again")
-    first.agent.sender.post(peer, encode_frame(Kind.REFERENCES, 0, 0, b""))
-    assert not peer.unsent
 
 
 def test_leaving_does_not_wait_for_it(pair: list[Member]) -> None:

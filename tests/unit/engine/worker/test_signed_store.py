@@ -28,19 +28,6 @@ def test_what_one_writes_another_reads(plain: HashStore, secret: Secret | None) 
     assert reader.get("key") == VALUE
 
 
-def test_without_a_secret_nothing_is_changed(plain: HashStore) -> None:
-    SignedStore(plain, None).set("key", VALUE)
-    assert plain.get("key") == VALUE
-
-
-@pytest.mark.parametrize("secret", [SECRET, None])
-def test_whoever_comes_first_is_read_by_all(plain: HashStore, secret: Secret | None) -> None:
-    first, second = SignedStore(plain, secret), SignedStore(plain, secret)
-    assert first.set_once("token", "first") == b"first"
-    assert second.set_once("token", "second") == b"first"
-    assert second.get("token") == b"first"
-
-
 def test_what_a_stranger_writes_is_refused(plain: HashStore) -> None:
     store = SignedStore(plain, SECRET)
     store.set("key", VALUE)
@@ -92,21 +79,3 @@ def test_secrets_that_differ_are_noticed(
     SignedStore(plain, writer).set("worker/1", VALUE)
     with pytest.raises(RendezvousError, match=told):
         SignedStore(plain, reader).get("worker/1")
-
-
-def test_tables_are_not_signed_and_keys_are_read_and_removed_without_waiting(
-    plain: HashStore,
-) -> None:
-    store = SignedStore(plain, SECRET)
-    assert store.swap("present", "", "[1]") == "[1]" == plain.get("present").decode()
-    assert store.swap("present", "[2]", "[3]") == "[1]"
-    assert store.swap("present", "[1]", "[3]") == "[3]"
-    assert store.peek("key") is None
-    store.set("key", "value")
-    assert store.peek("key") == b"value"
-    plain.set("key", "another value")
-    with pytest.raises(RendezvousError, match="was not written with the secret"):
-        store.peek("key")
-    for _ in range(2):
-        store.remove("key")
-    assert store.peek("key") is None

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.worker.group import FRONT, Member, Received, group_of
+from tests.unit.engine.worker.group import FRONT, Member, group_of
 from torchweft import knobs
-from torchweft.engine.codec.tensors import COMPUTED, REQUIRES_GRAD
 from torchweft.engine.wire.frames import Frame
 from torchweft.engine.wire.messages import (
     NO_CREATION,
@@ -42,14 +41,6 @@ def send(sender: Member, to: Peer, tensors: list[Tensor]) -> None:
     sender.agent.sender.send(to, sender.tensor_messages.encode(to, Kind.CALL, 0, 7, FRONT, tensors))
 
 
-def test_the_flags_of_a_message_are_kept_beside_that_of_its_tables(pair: list[Member]) -> None:
-    first, second = pair
-    parts = first.tensor_messages.encode(
-        first.peer(second), Kind.CALL, 0, 7, FRONT, [torch.ones(1)]
-    )
-    assert bytes(parts[0])[:2] == bytes((Kind.CALL, TABLES))
-
-
 def test_a_message_to_oneself_is_an_object_in_place_of_bytes(pair: list[Member]) -> None:
     first = pair[0]
     came = threading.Event()
@@ -72,22 +63,6 @@ def test_a_message_to_oneself_is_an_object_in_place_of_bytes(pair: list[Member])
     received: object = frame.control
     assert received is sent
     assert (sent.tensors[0], sent.externals[0]) == (tensor, external)
-
-
-def test_tensors_that_require_grad_are_told(pair: list[Member]) -> None:
-    first, second = pair
-    received = Received(second)
-    first.start()
-    second.start()
-    leaf = torch.ones(2, requires_grad=True)
-    for tensors in ([leaf, torch.zeros(2)], [leaf * 2, leaf]):
-        send(first, first.peer(second), tensors)
-        message = received.next()
-        arrived, told = message.tensors()
-        assert [t.requires_grad for t in arrived] == [False, False]
-        for flags, tensor in zip(told, tensors, strict=True):
-            assert bool(flags & REQUIRES_GRAD) == tensor.requires_grad
-            assert bool(flags & COMPUTED) == (tensor.requires_grad and not tensor.is_leaf)
 
 
 @pytest.mark.parametrize(
