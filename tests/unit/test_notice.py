@@ -25,9 +25,3 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_signal_makes_the_file(path: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert path.read_bytes() == b""
-
-
-def test_a_file_that_is_there_is_left_alone(path: Path) -> None:
-    path.write_text("kept")
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert path.read_text() == "kept"

@@ -11,10 +11,10 @@ import torch
 
 from tests.unit.engine.worker.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
-from torchweft.engine.protocol.observing import CALL, VALUE
+from torchweft.engine.protocol.observing import CALL
 from torchweft.engine.worker import current as current_agent
 from torchweft.reports import Thread
-from torchweft.rpc import api, calls
+from torchweft.rpc import api
 from torchweft.rpc.calls import Future
 from torchweft.rpc.reporter import threads
 
@@ -62,42 +62,6 @@ def test_calls_are_shown_until_the_wait_for_them_ends(pair: Pair, way: str) -> N
         _may_end.set()
         waiter.join()
     assert pair.caller.agent.reactor.notes == {}
-
-
-@pytest.mark.keeps("threads", "descriptors")
-def test_a_value_that_is_being_made_is_shown_at_its_owner(pair: Pair) -> None:
-    _may_end.clear()
-    me = pair.caller.agent.me
-    reference: Any = calls.create(pair.caller, me, halt, (), {}, LIMIT_S)
-    waiter = threading.Thread(target=reference.local_value, name="waiter")
-    waiter.start()
-    try:
-        wait_until(lambda: shown_in(pair, "waiter").waits, "its wait")
-        (wait,) = shown_in(pair, "waiter").waits
-        assert (wait.kind, wait.workers) == (VALUE, (me.name,))
-    finally:
-        _may_end.set()
-        waiter.join()
-
-
-@pytest.mark.keeps("threads", "descriptors")
-def test_the_thread_that_serves_a_call_is_shown_with_it(pair: Pair) -> None:
-    _may_end.clear()
-    future = pair.start(halt)
-
-    def serving() -> list[Thread]:
-        return [each for each in threads(pair.callee, with_frames=False) if each.serves]
-
-    try:
-        wait_until(serving, "the begin of the call")
-        (thread,) = serving()
-        assert thread.is_at_lock
-        assert " in halt" in thread.place
-    finally:
-        _may_end.set()
-    future.wait()
-    wait_until(lambda: not serving(), "the end of the call")
-    assert pair.callee.serving == {}
 
 
 @pytest.mark.keeps("threads", "descriptors")

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.autograd.contexts import make_placeholders
-from torchweft.engine.wire.messages import NO_GRAD
 from torchweft.errors import AutogradError
-from torchweft.rpc.batching import LocalCall, batched
+from torchweft.rpc.batching import LocalCall
 from torchweft.rpc.stacking import Entry, Options, Runner, take_apart
 
 
@@ -58,20 +57,6 @@ def test_padded_calls_have_gradients_of_their_own_size() -> None:
     assert long.grad is None
 
 
-def test_results_of_several_kinds_have_their_own_graphs(layer: nn.Linear) -> None:
-    def function(x: Tensor) -> dict[str, object]:
-        y = layer(x)
-        return {"y": y, "again": y, "plain": x.detach() * 2, "version": 3}
-
-    calls = inputs(2)
-    first, second = run(function, *[(each,) for each in calls])
-    assert first["version"] == 3
-    assert not first["plain"].requires_grad
-    (first["y"] + second["again"]).sum().backward()
-    assert close(calls[0].grad, layer.weight.sum(dim=0))
-    assert close(calls[1].grad, layer.weight.sum(dim=0))
-
-
 def test_second_derivatives_of_calls_without_gradients_of_their_own(layer: nn.Linear) -> None:
     calls = inputs(2, requires_grad=False)
     results = run(lambda x: layer(x).tanh(), *[(each,) for each in calls])
@@ -101,31 +86,3 @@ def test_a_leaf_with_a_hook_is_refused(layer: nn.Linear) -> None:
     layer.weight.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(AutogradError, match=r"leaf of shape \[2, 3\].*has a hook"):
         run(lambda x: layer(x), (torch.ones(3, dtype=torch.float64),))
-
-
-@batched
-def doubled(x: Tensor, scale: list[float], *, shift: list[int] = [0]) -> Tensor:  # noqa: B006
-    return x * torch.tensor(scale)[:, None] + torch.tensor(shift)[:, None]
-
-
-def test_without_a_group_a_call_runs_alone() -> None:
-    x = torch.ones(2, requires_grad=True)
-    result: Tensor = doubled(x, 3.0, shift=1)  # type: ignore[arg-type]
-    assert result.tolist() == [4.0, 4.0]
-    result.sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [3.0, 3.0]
-    with torch.no_grad():
-        assert not doubled(x, 3.0, shift=1).requires_grad  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="scale"):
-        doubled(x)  # type: ignore[call-arg]
-
-
-def test_callers_without_gradients_need_no_graph(layer: nn.Linear) -> None:
-    layer.weight.register_hook(lambda gradient: gradient * 2)
-    entries = [
-        Entry(LocalCall(Caller(), NO_GRAD), (), take_apart((each,)), 0.0) for each in inputs(2)
-    ]
-    for result, error in Runner(layer, "layer", Options()).outcomes(entries):
-        assert error is None
-        assert not result.requires_grad

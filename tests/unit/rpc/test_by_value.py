@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-import threading
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from torchweft.engine.worker.calls import PendingCall
@@ -45,39 +43,7 @@ def test_what_changes_between_calls_is_seen(local: Pair, monkeypatch: pytest.Mon
         monkeypatch.setitem(globals(), "scale", value)
 
 
-# What functions take along
-
-
-@pytest.mark.parametrize("size", [2, 1 << 20])
-def test_captured_tensors_and_their_gradients(local: Pair, size: int) -> None:
-    tensor = torch.ones(size, requires_grad=True)
-    sparse = torch.eye(2).to_sparse()
-    for _ in range(2):
-        assert local.sync(lambda x: (tensor * x).sum(), 2).item() == 2 * size
-        leaf, grad = local.sync(lambda: (tensor.is_leaf, tensor.requires_grad))
-        assert leaf
-        assert grad
-        assert local.sync(lambda: sparse.to_dense().sum()).item() == 2
-    state = {"tensor": tensor}
-    assert local.sync(lambda x: state["tensor"] is x, tensor)
-    inner = lambda: tensor  # noqa: E731
-    for _ in range(2):
-        assert local.sync(lambda x: inner() is x, tensor)
-
-
 # Errors
-
-
-def test_errors_are_those_of_functions_that_travel_whole(local: Pair) -> None:
-    lock = threading.Lock()
-    with pytest.raises(SerializationError, match=r"variable 'lock'|lock"):
-        local.sync(lambda: lock)
-    with pytest.raises(SerializationError, match=r"args\[0\]|lock"):
-        local.sync(lambda x: x, lock)
-    with pytest.raises(ZeroDivisionError):
-        local.sync(lambda: 1 / 0)
-    with pytest.raises(TypeError, match="positional argument"):
-        local.sync(lambda x: x)
 
 
 def test_a_module_that_the_callee_lacks_is_its_answer(

@@ -18,11 +18,8 @@ from torchweft.engine.codec.objects import plain_frame
 from torchweft.engine.codec.values import decode, no_home
 from torchweft.engine.wire.frames import HEADER_BYTES
 from torchweft.engine.wire.messages import (
-    NO_GRAD,
     decode_call,
-    place_in_graph,
 )
-from torchweft.rpc import codec
 
 native = loading.native
 pytestmark = pytest.mark.skipif(native is None, reason=loading.reason)
@@ -118,12 +115,3 @@ def test_an_error_of_the_program_arrives_as_it_is() -> None:
     for make in (native.encode_call, plain_frame):
         with pytest.raises(RuntimeError, match="this program fails"):
             make(1.0, -1, b"m:f", b"", (object(),), [], True, fail, True)
-
-
-def test_the_numbers_of_a_graph_are_put_into_a_frame() -> None:
-    frame, _ = made(codec.encode_whole, 1.0, 5, b"m:f", b"span", (1,), True, True)[0]
-    for numbers in ((3, 4), (NO_GRAD, 0), (0, 9)):
-        place_in_graph(frame, *numbers)
-        head = decode_call(frame[HEADER_BYTES:])
-        assert head[:4] == (1.0, 5, b"m:f", b"span")
-        assert head[4][:2] == numbers

@@ -9,30 +9,7 @@ import pytest
 
 from torchweft.engine.threads.reports import LongWaits
 from torchweft.errors import CallError, CallTimeout, NotInitialized, WorkerLost
-from torchweft.rpc.collective import Gathering, Gatherings, Key, failure
-
-
-def test_it_ends_with_the_values() -> None:
-    gathering = Gathering(missing=(0, 1))
-    assert not gathering.has_ended
-    gathering.end({"a": 1})
-    gathering.end({}, CallTimeout("too late"))
-    gathering.end({})
-    assert gathering.has_ended
-    assert gathering.values() == {"a": 1}
-
-
-def test_it_fails_and_forgets_the_values() -> None:
-    gathering = Gathering()
-    gathering.gathered_objects["a"] = 1
-    lost = WorkerLost("gone", worker="b")
-    gathering.end({}, lost)
-    gathering.end({"a": 1})
-    assert gathering.gathered_objects == {}
-    with pytest.raises(WorkerLost, match="gone") as caught:
-        gathering.values()
-    assert caught.value is not lost  # or tracebacks of several raisers would mix
-    assert caught.value.worker == "b"
+from torchweft.rpc.collective import Gatherings, Key, failure
 
 
 def test_what_others_are_told_can_travel() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import queue
 import threading
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import pytest
@@ -129,34 +128,3 @@ def test_a_coroutine_that_is_cancelled_before_it_begins_never_does(
     assert outcomes.next() == Outcome(None, None)
     assert isinstance(outcomes.next().error, asyncio.CancelledError)
     assert outcomes.is_empty
-
-
-def test_cancelling_after_the_end_does_nothing(outcomes: Outcomes) -> None:
-    runner = CoroutineRunner("test-asyncio")
-
-    async def function() -> int:
-        return 1
-
-    cancel = runner.run(function(), 0, outcomes)
-    assert outcomes.next() == Outcome(1, None)
-    cancel()
-    runner.close(LIMIT_S)
-    cancel()
-    assert outcomes.is_empty
-
-
-def test_a_coroutine_and_its_tasks_have_the_context_of_who_runs_it(
-    runner: CoroutineRunner, outcomes: Outcomes
-) -> None:
-    variable: ContextVar[str] = ContextVar("variable", default="none")
-
-    async def ask() -> str:
-        return variable.get()
-
-    async def function() -> list[str]:
-        return [variable.get(), *await asyncio.gather(ask(), ask())]
-
-    before = variable.set("mine")
-    runner.run(function(), 0, outcomes)
-    variable.reset(before)
-    assert outcomes.next().result == ["mine"] * 3

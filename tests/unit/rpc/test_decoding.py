@@ -62,18 +62,6 @@ def test_both_twins_read_the_same_value(twin: Any, value: object) -> None:
     assert same(read, value)
 
 
-def test_a_message_without_a_payload_is_one_tensor_or_none(twin: Any) -> None:
-    (content, _), tensor = encode_tensors([torch.ones(2)]) or (b"", False), torch.ones(2)
-    assert same(read_by(twin, encode_reply(0, 0, (), b"", content), 1), tensor)
-    assert read_by(twin, encode_reply(0, 0, (), b""), 1) is None
-
-
-def test_tensors_that_need_a_closer_look_are_left_to_the_plain_twin(twin: Any) -> None:
-    leaf, shared = torch.ones(2, requires_grad=True), torch.ones(4)
-    for value in ((leaf,), (torch.nn.Parameter(torch.ones(1)),), (shared[:3], shared[1:])):
-        assert read_by(twin, message_of(value)[0]) is NotImplemented
-
-
 @pytest.mark.parametrize("tag", [15, 16])
 def test_a_value_names_no_tensor_and_no_reference_that_the_message_lacks(
     twin: Any, tag: int

@@ -7,7 +7,6 @@ went, and the receiver notes that device and stays on the CPU.
 from __future__ import annotations
 
 import contextlib
-import queue
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,21 +17,14 @@ from torch.distributed import HashStore
 
 from tests.unit.rpc.pair import Pair, pair_of
 from torchweft import rpc
-from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import enter
-from torchweft.autograd.graph import roots_of
-from torchweft.autograd.replay import Replay
 from torchweft.engine.codec import tensors as tensor_tables
-from torchweft.engine.codec.objects import pack
-from torchweft.engine.codec.tensors import describe, read
 from torchweft.engine.worker import peers, tensor_messages
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import HOST, DeviceMaps, Peer
-from torchweft.engine.worker.tensor_messages import LocalMessage, own_copy
+from torchweft.engine.worker.tensor_messages import own_copy
 from torchweft.errors import SerializationError
 from torchweft.nn import owner
-from torchweft.rpc import options as options_module
-from torchweft.rpc.ports import Ports
 
 CALL, ANSWER, CALL_OF_CALLEE, ANSWER_OF_CALLER = 1, 4, 2, 3
 """The index of the faked device, by the map that a message followed."""
@@ -89,44 +81,6 @@ def test_calls_and_their_answers(pair: Pair, arrived: list[int | None]) -> None:
     assert arrived == []
 
 
-@pytest.mark.parametrize(
-    ("value", "count"),
-    [
-        (torch.zeros(0, 3), 1),
-        (torch.ones(2, 3).t()[1:], 1),
-        ([torch.ones(1), {"a": torch.ones(2)}], 2),
-        (torch.eye(3).to_sparse(), 2),
-        (nn.Linear(2, 3), 2),
-        ((torch.ones(4)[1:], torch.ones(4)[:2]), 2),
-    ],
-    ids=["empty", "view", "container", "sparse", "module", "several"],
-)
-def test_every_tensor_of_a_value_is_mapped(
-    pair: Pair, arrived: list[int | None], value: Any, count: int
-) -> None:
-    pair.sync(same, value)
-    assert arrived == [CALL] * count + [ANSWER] * count
-
-
-def test_a_reference_is_fetched_as_by_a_call(pair: Pair, arrived: list[int | None]) -> None:
-    reference = pair.create(double, torch.ones(2))
-    assert torch.equal(pair.fetch(reference), torch.full((2,), 2.0))
-    assert arrived == [CALL, ANSWER]
-
-
-def test_posts_go_as_calls_do(pair: Pair, arrived: list[int | None]) -> None:
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    sender, receiver = Ports(pair.caller), Ports(pair.callee)
-    receiver.open(7, lambda peer, frame: inbox.put((peer, frame)))
-    for values in ([torch.ones(2)], [torch.ones(2), "text"]):
-        sender.post(pair.peer, 7, b"head", values)
-        peer, frame = inbox.get(timeout=20)
-        head, read = receiver.read(peer, frame)
-        assert head == b"head"
-        assert torch.equal(read[0], torch.ones(2))
-    assert arrived == [CALL, CALL]
-
-
 # Gradients
 
 
@@ -164,53 +118,6 @@ def test_gradients_go_against_the_direction_of_their_message(
     assert arrived == [call, answer]
 
 
-def test_gradients_outside_of_contexts(pair: Pair, arrived: list[int | None]) -> None:
-    leaf = torch.ones(3, requires_grad=True)
-    result = pair.sync(double, leaf * 5)
-    assert arrived == [CALL, ANSWER]
-    arrived.clear()
-    pair.caller.engine.run_into_grad([result.sum()], PassMode())
-    assert torch.equal(leaf.grad, torch.full((3,), 10.0))  # type: ignore[arg-type]
-    assert arrived == [CALL, ANSWER]
-
-
-def cube(value: Tensor) -> Tensor:
-    return value**3
-
-
-def test_gradients_of_gradients(pair: Pair, arrived: list[int | None]) -> None:
-    leaf = torch.full((3,), 2.0, requires_grad=True)
-    with context_of(pair) as context_id:
-        engine = pair.caller.engine
-        # Squared, so that the gradient of the answer has a graph as well.
-        result = (pair.sync(cube, leaf) ** 2).sum()
-        mode = PassMode(retain_graph=True, create_graph=True, for_inputs=True)
-        (first,) = Replay(engine, context_id, roots_of([result])).gradients_of([leaf], mode)
-        assert first is not None
-        arrived.clear()
-        last = mode._replace(create_graph=False)
-        (second,) = Replay(engine, context_id, roots_of([first.sum()])).gradients_of([leaf], last)
-    assert second is not None
-    assert torch.equal(second, torch.full((3,), 480.0))
-    # Every message of the caller goes like a call, and every one of the callee like an answer.
-    assert arrived
-    assert set(arrived) == {CALL, ANSWER}
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_a_pass_without_maps_looks_up_no_direction(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, refuses: bool
-) -> None:
-    for worker, peer in ((pair.caller, pair.peer), (pair.callee, pair.peer_of_callee)):
-        peer.device_maps = DeviceMaps(peer.name, refuses_unmapped=refuses)
-        monkeypatch.delattr(type(worker.engine.envelopes), "_goes_back", raising=False)
-    leaf = torch.ones(3, requires_grad=True)
-    with context_of(pair) as context_id:
-        pair.caller.engine.backward(context_id, [pair.sync(double, leaf).sum()])
-        gradients = pair.caller.engine.contexts.get(context_id).get_gradients()
-    assert gradients[leaf].tolist() == [2.0] * 3
-
-
 # Errors
 
 LARGE = torch.ones(100_000)
@@ -246,19 +153,6 @@ def large(count: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("_host_needs_a_map")
-def test_a_result_that_cannot_be_placed_is_an_error_of_the_call(pair: Pair) -> None:
-    pair.peer_of_callee.device_maps = DeviceMaps("worker0", refuses_unmapped=True)
-    for _ in range(3):
-        with pytest.raises(SerializationError, match="Response device mapping is not available"):
-            pair.sync(large, 100_000)
-    reference = pair.create(large, 100_000)
-    with pytest.raises(SerializationError, match="Response device mapping is not available"):
-        pair.fetch(reference)
-    assert pair.sync(double, 2) == 4
-    pair.check_serves(2)
-
-
-@pytest.mark.usefixtures("_host_needs_a_map")
 def test_a_lost_gradient_is_an_error_of_the_pass(pair: Pair) -> None:
     leaf = torch.ones(100_000, requires_grad=True)
     with context_of(pair) as context_id:
@@ -268,14 +162,6 @@ def test_a_lost_gradient_is_an_error_of_the_pass(pair: Pair) -> None:
             pair.caller.engine.backward(context_id, [result])
 
 
-# Tables
-
-
-def test_a_table_names_the_devices_of_the_receiver() -> None:
-    table, buffers = describe([torch.ones(2), torch.zeros(0)], lambda device: CUDA[5])
-    assert [buffer.device for buffer in buffers] == [HOST]
-    assert [entry.device for entry in read(table)] == [1 << 8 | 5] * 2
-    assert describe([torch.ones(2)], lambda device: device)[0] == describe([torch.ones(2)])[0]
 
 
 # Messages of a worker to itself
@@ -304,29 +190,6 @@ def test_a_copy_on_another_device_is_like_one_on_the_same(
             assert isinstance(each, nn.Parameter) == isinstance(plain, nn.Parameter)
 
 
-def own_message(*tensors: Tensor) -> LocalMessage:
-    return LocalMessage(None, *pack(tensors, main_by_name=True))
-
-
-def test_own_messages_follow_the_map_for_the_own_name(pair: Pair) -> None:
-    worker = pair.caller
-    leaf = torch.ones(2, requires_grad=True)
-    computed = leaf * 2
-    message = own_message(leaf, computed)
-    assert worker.decoder.open_own(message, 5)[1] is computed
-    worker.agent.me.device_maps = DeviceMaps(
-        "worker0", {HOST: torch.device("meta")}, {HOST: torch.device("meta")}
-    )
-    placed = worker.decoder.open_own(message, 5)
-    assert [each.is_meta for each in placed] == [True] * 2
-    assert placed[0].grad_fn is not None
-    assert placed[1].grad_fn.next_functions[0][0] is computed.grad_fn
-    # The answer comes back, and what does not move is passed on as it is.
-    back = worker.decoder.open_own(message, 5, is_answer=True)
-    assert back[0] is leaf
-    assert back[1] is computed
-
-
 @contextlib.contextmanager
 def alone(**options: Any) -> Iterator[Peer]:
     rpc.init_rpc(
@@ -341,15 +204,6 @@ def alone(**options: Any) -> Iterator[Peer]:
         rpc.shutdown()
 
 
-def test_a_worker_calls_itself_by_its_own_map() -> None:
-    with alone(device_maps={"me": {"cpu": "cpu"}}) as me:
-        assert me.device_maps.is_any
-        value = torch.ones(2)
-        assert rpc.rpc_sync("me", same, args=(value,)) is value
-    with alone() as me:
-        assert me.device_maps is peers.IDENTITY
-
-
 @pytest.mark.usefixtures("_host_needs_a_map")
 def test_a_worker_refuses_calls_to_itself_as_well() -> None:
     with alone(unmapped_devices="refuse"):
@@ -360,18 +214,6 @@ def test_a_worker_refuses_calls_to_itself_as_well() -> None:
         assert rpc.rpc_sync("me", same, args=(3,)) == 3
 
 
-# Joining
-
-
-def test_cuda_devices_are_counted_only_if_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def count() -> int:
-        raise AssertionError("counted")
-
-    monkeypatch.setattr(options_module.torch.cuda, "device_count", count)
-    with alone(device_maps={"me": {"cpu": "cpu"}}):
-        pass
-    with pytest.raises(AssertionError, match="counted"), alone(devices=["cuda:0"]):
-        pass
 
 
 # Modules on other workers
@@ -412,10 +254,3 @@ def test_the_result_of_a_module_comes_back_on_the_host_where_nothing_else_can(
     reference = pair.create(result_of_module, device)  # It stays where it is.
     assert pair.fetch(reference).shape == (3,)
     assert not moved
-
-
-def test_all_tensors_of_a_result_come_back_on_the_host() -> None:
-    value = torch.ones(2)
-    nested: Any = {"a": [value, (value, 1)], "b": "text"}
-    assert owner._to_host(nested)["a"][1][0] is value
-    assert owner._to_host(nested) == nested

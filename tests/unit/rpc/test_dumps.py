@@ -51,15 +51,6 @@ def test_a_folder_that_others_have_prepared_is_refused(dumps: Dumps, temporary: 
         dumps.write("a test asks")
 
 
-def test_a_folder_that_cannot_be_made_is_named(dumps: Dumps, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with (
-        knobs.DUMP_DIR.override(str(tmp_path / "file" / "below")),
-        pytest.raises(ConfigurationError, match="set WEFT_DUMP_DIR to one that this user"),
-    ):
-        dumps.write("a test asks")
-
-
 def test_a_report_that_cannot_be_written_is_one_line_of_the_log(
     dumps: Dumps, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -68,10 +59,3 @@ def test_a_report_that_cannot_be_written_is_one_line_of_the_log(
         dumps.try_to_write("a test asks", True)
     (line,) = caplog.text.splitlines()
     assert "worker 'trainer:0' could not write what it does: cannot make the folder" in line
-
-
-def test_a_fresh_file_is_replaced_only_for_a_person(dumps: Dumps, tmp_path: Path) -> None:
-    with knobs.DUMP_DIR.override(str(tmp_path / "new" / "folder")):
-        assert dumps.write("a worker waits")
-        assert dumps.write("another worker waits") == ""
-        assert dumps.write("a person asks", is_wanted=True)

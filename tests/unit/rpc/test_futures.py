@@ -60,17 +60,3 @@ def test_the_end_of_a_remote_iterator_does_not_hang_who_awaits_it(is_early: bool
     with pytest.raises(RuntimeError, match="StopIteration") as caught:
         asyncio.run(await_with_error(StopIteration(3), is_early=is_early))
     assert isinstance(caught.value.__cause__, StopIteration)
-
-
-def test_a_shield_keeps_the_call_from_being_cancelled() -> None:
-    future, agent = new_future()
-
-    async def give_up() -> int:
-        waiting = asyncio.ensure_future(future)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(waiting), 0.001)
-        future.set_result(1)
-        return await waiting
-
-    assert asyncio.run(give_up()) == 1
-    assert agent.cancelled == []

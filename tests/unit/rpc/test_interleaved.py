@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import select
 import threading
@@ -134,15 +133,6 @@ def test_the_owner_of_a_port_misses_no_message(point: str, is_seen: bool) -> Non
     assert owner.has_seen is is_seen
     assert owner.has_seen or owner.is_woken
     assert owner.inbox.get_nowait() == "message"
-
-
-def test_the_owner_of_a_port_does_not_wake_itself() -> None:
-    owner = Owner("")
-    owner.listener._waiting = threading.get_ident()
-    owner.listener.wake()
-    with pytest.raises(BlockingIOError):
-        os.eventfd_read(owner.listener._wake_fd)
-    owner.listener.close()
 
 
 def test_a_member_that_is_lost_as_this_worker_learns_of_it_is_not_awaited() -> None:

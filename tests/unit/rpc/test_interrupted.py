@@ -32,7 +32,7 @@ from torchweft.autograd.engine import ENGINE
 from torchweft.autograd.graph import roots_of
 from torchweft.engine.threads import interrupts
 from torchweft.engine.worker import current as current_agent
-from torchweft.errors import AutogradError, CallCancelled
+from torchweft.errors import CallCancelled
 from torchweft.rpc.calls import Future
 from torchweft.rpc.codec import Decoder
 
@@ -265,20 +265,6 @@ def test_the_graph_of_an_answer_goes_if_its_caller_is_interrupted(local: Pair) -
         step += every(1)
     assert has_come
     check_is_sound(local)
-
-
-def test_a_context_of_a_lost_worker_is_released() -> None:
-    with pair_of(2, "unix") as made:
-        engine = made.callee.engine
-        contexts = made.caller.engine.contexts
-        with enter(contexts.get_or_create(contexts.new_id()).id):
-            made.sync(double, torch.ones(3, requires_grad=True))
-        (context_id,) = engine.contexts.ids()
-        made.callee.agent.lose(made.peer_of_callee, "a test")
-        engine.peer_lost(made.peer_of_callee)  # As the node does.
-        wait_until(lambda: not engine.contexts.ids(), "the release of the context")
-        with pytest.raises(AutogradError, match="not alive"):  # A late message finds none.
-            engine.contexts.get_or_create(context_id + 1)
 
 
 @pytest.mark.keeps("threads", "descriptors")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from torchweft.errors import ConfigurationError
 from torchweft.rpc.options import first_of
 
 
@@ -21,9 +20,3 @@ from torchweft.rpc.options import first_of
 )
 def test_lists(text: str, host: str) -> None:
     assert first_of(text) == host
-
-
-@pytest.mark.parametrize("text", ["", ",", "a,", "n[1-", "n1-2]", "n[]", "n[a-b]", "n[[1]]"])
-def test_what_is_no_list(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no list of hosts"):
-        first_of(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 from typing import Any
 
 import pytest
@@ -70,13 +69,6 @@ def test_modules_below_have_the_same_names(module: str) -> None:
     assert [name for name in theirs if not hasattr(ours, name)] == []
 
 
-def test_constants_have_the_same_values() -> None:
-    constants = vars(stock("rpc.constants")).items()
-    theirs = {name: value for name, value in constants if re.match("DEFAULT_|UNSET_", name)}
-    assert theirs
-    assert {name: getattr(rpc.constants, name) for name in theirs} == theirs
-
-
 @cases(
     "path",
     """
@@ -94,12 +86,6 @@ def test_parameters_have_the_same_names_and_order(path: str) -> None:
         theirs = stock(part) if theirs.__name__ == STOCK else getattr(theirs, part)
     expected = parameters(theirs)
     assert parameters(ours)[: len(expected)] == expected
-
-
-def test_references_have_the_same_methods() -> None:
-    public = [name for name in dir(stock("rpc").PyRRef) if not name.startswith("_")]
-    assert {"to_here", "local_value", "owner"} <= set(public)
-    assert [name for name in public if not hasattr(rpc.RRef, name)] == []
 
 
 def test_an_unknown_name_is_answered_with_the_one_that_was_meant() -> None:

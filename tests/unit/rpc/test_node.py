@@ -138,21 +138,6 @@ def test_an_error_in_one_part_does_not_keep_the_others_from_knowing(
         future.wait()
 
 
-def test_a_callback_that_blocks_keeps_nobody_from_knowing(pair: Pair) -> None:
-    may_end, told = threading.Event(), threading.Event()
-    pair.node.agent.on_lost(lambda peer: (may_end.wait(LIMIT_S), None)[1])
-    pair.node.agent.on_lost(lambda peer: told.set())
-    future = pair.start_call()
-    pair.lose()
-    try:
-        assert told.wait(LIMIT_S)
-        assert pair.told == ORDER
-    finally:
-        may_end.set()
-    with pytest.raises(WorkerLost):
-        future.wait()
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

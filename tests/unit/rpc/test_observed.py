@@ -36,17 +36,6 @@ def test_a_handler_of_the_program_stays() -> None:
     assert signal.getsignal(signal.SIGQUIT) is of_the_program
 
 
-@pytest.mark.usefixtures("default_handler")
-@pytest.mark.parametrize("former", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_signal_that_nobody_handles_is_answered(former: signal.Handlers) -> None:
-    signal.signal(signal.SIGQUIT, former)
-    write_report_on_signal()
-    ours = signal.getsignal(signal.SIGQUIT)
-    assert callable(ours)
-    write_report_on_signal()
-    assert signal.getsignal(signal.SIGQUIT) is ours
-
-
 @pytest.fixture
 def answered_signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the signals that would be answered, instead of answering them."""
@@ -56,28 +45,9 @@ def answered_signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return answered
 
 
-def test_the_signal_can_be_chosen(answered_signals: list[int]) -> None:
-    with knobs.STACKS_SIGNAL.override("SIGUSR2"):
-        write_stacks_on_signal()
-        write_stacks_on_signal()
-    assert answered_signals == [signal.SIGUSR2]
-
-
 def test_no_signal_is_one_as_well(answered_signals: list[int]) -> None:
     with knobs.STACKS_SIGNAL.override(""):
         write_stacks_on_signal()
-    assert answered_signals == []
-
-
-def test_a_handler_of_the_signal_for_stacks_stays(
-    answered_signals: list[int],
-) -> None:
-    former = signal.signal(signal.SIGUSR2, lambda number, frame: None)
-    try:
-        with knobs.STACKS_SIGNAL.override("SIGUSR2"):
-            write_stacks_on_signal()
-    finally:
-        signal.signal(signal.SIGUSR2, former)
     assert answered_signals == []
 
 

@@ -219,37 +219,6 @@ def test_places(
 
 
 @pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        (
-            STEP,
-            f"srun: rank 3 of 4, meeting at n01:{STEP_PORT} (SLURM_PROCID, SLURM_STEP_NUM_TASKS, "
-            "SLURM_STEP_NODELIST, SLURM_JOB_ID, SLURM_STEP_ID)",
-        ),
-        (
-            TORCHRUN,
-            "torchrun: rank 5 of 8, meeting at n01:40001 (RANK, WORLD_SIZE, MASTER_ADDR, "
-            "MASTER_PORT)",
-        ),
-        (
-            SKYPILOT,
-            f"SkyPilot: rank 1 of 3, meeting at 10.0.0.4:{SKY_PORT} (SKYPILOT_NODE_RANK, "
-            "SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS, SKYPILOT_TASK_ID)",
-        ),
-        (
-            JOB_SET,
-            "JobSet: rank 3 of 8, meeting at train-workers-0-0.train:29500 (RANK, WORLD_SIZE, "
-            "MASTER_ADDR, MASTER_PORT)",
-        ),
-        (OPEN, "torchweft run: rank 7 of an open group (RANK)"),
-        (BATCH, ""),
-    ],
-)
-def test_one_line_says_what_was_found(variables: Variables, sentence: str) -> None:
-    assert find_placement(variables).sentence == sentence
-
-
-@pytest.mark.parametrize(
     ("variables", "message"),
     [
         (STEP | {"RANK": "0"}, "RANK is 0, but SLURM_PROCID of srun is 3; unset RANK"),
@@ -299,19 +268,3 @@ def test_what_is_missing_is_told(variables: Variables, message: str) -> None:
     found = find_placement(variables)
     assert found.meeting.init_method == ""
     assert re.search(message, found.meeting.missing)
-
-
-def test_ports_of_neighbours_differ() -> None:
-    steps = {
-        find_placement(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).meeting
-        for job in range(100, 110)
-        for step in range(10)
-    }
-    assert len({meeting.init_method for meeting in steps}) == 100
-
-
-def test_rank_and_size_in_the_variables_of_torchrun() -> None:
-    names = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert find_placement(OPEN_MPI).variables == names
-    assert find_placement(STEP).variables == {"RANK": "3", "WORLD_SIZE": "4"}
-    assert find_placement(BATCH).variables == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import namedtuple
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from tests.thorough import examples
 from tests.unit.rpc.results import VALUES
 from torchweft.engine.codec.objects import pack
-from torchweft.engine.codec.tensors import shared_ranges
 from torchweft.engine.codec.values import no_home
 from torchweft.engine.wire.messages import ERROR_REPLY, NO_GRAD, Kind
 from torchweft.native import native, reason
@@ -79,43 +77,8 @@ def test_both_twins_make_the_same_answer(result: object, context_id: int) -> Non
     assert steps == 1
 
 
-def test_no_step_is_tried_for_a_tensor_that_requires_grad() -> None:
-    assert answer_by(native, torch.ones(2, requires_grad=True))[1] == 0
-
-
-class Plain:
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plain)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-Point = namedtuple("Point", "x y")
-_shared = torch.ones(4)
 _named = torch.ones(2)
 _named.note = "an attribute"  # type: ignore[attr-defined]
-_LONG = "x" * 100
-
-
-UNUSUAL = {
-    "leaf": torch.ones(2, requires_grad=True),
-    "computed": torch.ones(2, requires_grad=True) * 2,
-    "parameter": torch.nn.Parameter(torch.ones(2)),
-    "views": (_shared[:3], _shared[1:]),
-    "most tensors": [torch.ones(1) for _ in range(LIMIT)],
-    "a text twice": [_LONG, _LONG],
-    "object": [Plain()],
-    "subclass": Point(1, 2),
-    "subclass inside": [Point(1, 2)],
-    "attribute": _named,
-    "attribute inside": [_named],
-    "large": 1 << 100,
-}
-
-
-@pytest.mark.parametrize("name", UNUSUAL)
-def test_unusual_results_are_answered_alike(name: str) -> None:
-    assert answer_by(native, UNUSUAL[name])[0] == answer_by(None, UNUSUAL[name])[0]
 
 
 @pytest.mark.parametrize(
@@ -124,12 +87,6 @@ def test_unusual_results_are_answered_alike(name: str) -> None:
 def test_what_cannot_be_sent_is_an_error_for_the_caller_either_way(result: object) -> None:
     for twin in (native, None):
         assert answer_by(twin, result)[0][:2] == bytes([Kind.REPLY, ERROR_REPLY])
-
-
-def test_tensors_that_may_be_shared_are_left_to_the_plain_twin() -> None:
-    tensor = torch.ones(2)
-    with mock.patch.dict(shared_ranges, {tensor.data_ptr(): tensor.data_ptr() + 8}):
-        assert answer_by(native, 3)[1] == 0
 
 
 def test_the_step_in_c_gives_up_where_it_has_to() -> None:

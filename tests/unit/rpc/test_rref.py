@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.tables import cases
 from tests.unit.optim.references import Held, reference
-from torchweft.errors import MethodNotFound, WeftError
-from torchweft.rpc.api import Proxy, check_method, known_type, methods_of
+from torchweft.errors import MethodNotFound
+from torchweft.rpc.api import Proxy, check_method
 
 
 class Plain:
@@ -146,20 +146,3 @@ def test_a_method_that_cannot_be_there_is_refused(value_type: type, name: str) -
 def test_a_method_that_may_be_there_is_asked_for(value_type: type, name: str) -> None:
     check_method(to(value_type), name)
     assert hasattr(Proxy(to(value_type), "sync", 0), name)
-
-
-def test_nothing_is_refused_where_the_class_is_unknown() -> None:
-    assert known_type(reference(0, 1)) is None
-    check_method(reference(0, 1), "anything")
-
-
-def test_the_error_is_of_both_trees_and_says_what_was_meant() -> None:
-    with pytest.raises(AttributeError, match="did you mean 'loss'") as refused:
-        check_method(to(Plain), "los")
-    assert isinstance(refused.value, WeftError)
-
-
-def test_proxies_show_what_programs_use() -> None:
-    assert methods_of(Derived) == ["attach", "cached", "loss", "more", "nested"]
-    assert dir(Proxy(to(Derived), "async", 0)) == methods_of(Derived)
-    assert dir(Proxy(reference(0, 1), "async", 0)) == []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
-import traceback
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +38,6 @@ from torchweft.nn.owner import Step
 from torchweft.optim import clipping, local
 from torchweft.optim.local import GroupPart, Saved
 from torchweft.rpc import RRef, collective
-from torchweft.rpc.calls import CALL_METHOD
 from torchweft.rpc.collective import Key
 
 ROWS = torch.ones(1, 2)
@@ -118,12 +114,6 @@ def test_other_modules_and_other_objects_are_left_alone(served: World) -> None:
     of_nothing = refusals({name: lambda c=call: c("text") for name, call in calls.items()})  # type: ignore[misc]
     assert set(of_nothing.values()) <= {NotAllowed, ArgumentTypeError}
     assert program.sung == []
-
-
-def test_the_worker_itself_may_do_all_of_it(world: World) -> None:
-    linear = owner.create(nn.Linear, (2, 2), {}, "cpu")
-    assert run(linear, (Step(torch.add, (1,), {}),), ROWS).shape == (1, 2)
-    assert len(owner.parameters(RRef(nn.Linear(1, 1)), True)) == 2
 
 
 def part(*values: Any, **options: Any) -> list[GroupPart]:
@@ -296,43 +286,6 @@ def test_tensors_that_are_malformed_answer_the_call_or_end_the_connection(world:
         assert isinstance(refusal or errors[0], ProtocolError)
 
 
-@pytest.mark.parametrize("lock", [threading.Lock(), object()])
-def test_an_argument_that_cannot_be_sent_is_named_by_its_place(world: World, lock: object) -> None:
-    for peer, cannot in ((world.sender, lock), (world.agent.me, threading.Lock())):
-        for args, kwargs, place in (
-            ((1, [cannot]), {}, "args[1][0]"),
-            (((1,), {"a": cannot}), {}, "args[1]['a']"),  # They look like a call themselves.
-            (((1,), {"a": cannot}, len), {}, "args[1]['a']"),
-            ((1,), {"key": {"a": cannot}}, "kwargs['key']['a']"),
-        ):
-            with pytest.raises(SerializationError) as caught:
-                world.worker.encoder.request(peer, program.identity, args, kwargs, 1.0)
-            assert str(caught.value).startswith(f"{place} ")
-            assert "value[" not in "".join(traceback.format_exception(caught.value))
-
-
-def test_arguments_of_methods_and_modules_are_counted_from_the_programs_first(world: World) -> None:
-    lock = threading.Lock()
-    method = (1, 0, 7, None, "name")
-    for function, args, kwargs, place in (
-        (CALL_METHOD, (*method, 1, [lock]), {}, "args[1][0]"),
-        (CALL_METHOD, (*method, lock), {"key": 1}, "args[0]"),
-        (CALL_METHOD, method, {"name": lock}, "kwargs['name']"),
-        (owner.run, (1, 0, 7, None, "cpu", None, lock), {}, "args[0]"),
-        (owner.run, (1, 0, 7, None, "cpu", None, 1, 2, lock), {}, "args[2]"),
-        (
-            owner.run,
-            (1, 0, 7, None, "cpu", (Step(len, (lock,), {}),)),
-            {},
-            "kwargs['steps'][0].args[0]",
-        ),
-    ):
-        for peer in (world.sender, world.agent.me):
-            with pytest.raises(SerializationError) as caught:
-                world.worker.encoder.request(peer, function, args, kwargs, 1.0)
-            assert str(caught.value).startswith(f"{place} "), (function, peer)
-
-
 def test_a_function_in_a_call_is_registered(world: World) -> None:
     remote = Made("torchweft.nn.remote_module:_received", (None, "cpu", True))
     assert isinstance(answer(world, (Named(b"os:getpid"),)), NotAllowed)
@@ -341,8 +294,3 @@ def test_a_function_in_a_call_is_registered(world: World) -> None:
     for function in (remote, 3, "text", [], Named(b"builtins:KeyError")):
         error = answer(world, (function,))
         assert isinstance(error, (NotAllowed, CallError, TypeError)), error
-
-
-def test_a_verdict_in_another_encoding_has_no_codec_imported(world: World) -> None:
-    told = json.dumps({"a": 1}).encode("utf-32-le")
-    assert isinstance(world.receive(Frame(Kind.VERDICT, 0, 0, told, ())), ProtocolError)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from torchweft.engine.worker.calls import PendingCall
-from torchweft.rpc.calls import Future, _raise_copy
+from torchweft.rpc.calls import Future
 from torchweft.rpc.worker import Guard, Report, _log_unseen
 
 
@@ -28,30 +28,6 @@ def test_a_guard_that_dies_armed_reports_once() -> None:
     assert reports == [report]
     del dying
     assert reports == [report, report]
-
-
-def test_a_guard_whose_error_is_raised_reports_nothing() -> None:
-    reports: list[Report] = []
-    guard = Guard(Report("the call failed", KeyError("x")), reports.append)
-    with pytest.raises(KeyError):
-        _raise_copy(guard, KeyError("x"))
-    del guard
-    assert reports == []
-
-
-def test_equal_reports_are_one_record(caplog: pytest.LogCaptureFixture) -> None:
-    same = [Report("a call failed", ValueError("x")), Report("a call failed", b"x")]
-    _log_unseen([*same, Report("a call failed", ValueError("y"))], read)
-    assert [record.getMessage() for record in caplog.records] == [
-        "a call failed (2 times)",
-        "a call failed",
-    ]
-
-
-def test_a_flood_of_reports_is_cut_short(caplog: pytest.LogCaptureFixture) -> None:
-    _log_unseen([Report("a call failed", ValueError(number)) for number in range(500)], read)
-    assert len(caplog.records) < 50
-    assert "480 more failed calls" in caplog.records[-1].getMessage()
 
 
 def test_an_error_whose_text_cannot_be_made(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,13 +11,10 @@ import torch
 
 from tests.thorough import CHECKED, spread
 from tests.thread_limits import no_new_threads
-from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
-from torchweft.autograd.codec import PassMode
+from tests.unit.rpc.pair import Pair, pair_of
 from torchweft.autograd.contexts import enter
-from torchweft.autograd.graph import roots_of
-from torchweft.autograd.passes import LedPass
 from torchweft.engine.worker.calls import current_call
-from torchweft.errors import AutogradError, RemoteError
+from torchweft.errors import AutogradError
 from torchweft.rpc.functions import async_execution
 
 THREADS = 2
@@ -67,15 +62,6 @@ class InSetstate:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         raise state["kind"]("in __setstate__")
-
-
-class InDel(InReduce):
-    __reduce__ = object.__reduce__
-    gone = threading.Event()
-
-    def __del__(self) -> None:
-        self.gone.set()
-        raise self.kind("in __del__")
 
 
 class InGetattr(InReduce):
@@ -211,47 +197,6 @@ def test_a_call_ends_with_what_its_code_raises(
         with pytest.raises(BaseException) as caught:
             FAILING[place](pair, kind)
         assert not isinstance(caught.value, TimeoutError), caught.value
-    pair.check_serves(THREADS)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_futures_of_calls_end_with_it(pair: Pair, kind: type[BaseException]) -> None:
-    makers = (InReduce, InGetstate, InSetstate)
-    futures = [pair.start(returns, make, kind) for make in makers for _ in range(TIMES)]
-    for future in futures:
-        with pytest.raises(BaseException) as caught:
-            future.wait()
-        assert not isinstance(caught.value, TimeoutError), caught.value
-    pair.check_serves(THREADS)
-
-
-def test_a_remote_exit_does_not_exit_the_caller(pair: Pair) -> None:
-    with pytest.raises(RemoteError, match="SystemExit: in __reduce__"):
-        pair.sync(returns, InReduce, SystemExit)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_callbacks_that_raise_harm_nobody(pair: Pair, kind: type[BaseException]) -> None:
-    def raise_it(_: object) -> None:
-        raise kind("in a callback")
-
-    for _ in range(TIMES):
-        future = pair.start(takes, 1)
-        future.add_done_callback(raise_it)
-        followed = future.then(raise_it)
-        assert future.wait() == 1
-        with pytest.raises(BaseException, match="in a callback"):
-            followed.wait()
-    pair.check_serves(THREADS)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_end_of_a_value_that_raises_harms_nobody(pair: Pair) -> None:
-    InDel.gone.clear()
-    reference = pair.create(returns, InDel, SystemExit)
-    pair.sync(takes, 1)
-    del reference
-    assert InDel.gone.wait(LIMIT_S)
     pair.check_serves(THREADS)
 
 
@@ -394,10 +339,6 @@ def with_a_raising_hook(tensor: torch.Tensor, kind: type[BaseException]) -> torc
     return result
 
 
-def doubled(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * 2
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("function", [with_a_raising_function, with_a_raising_hook])
 def test_a_backward_pass_ends_with_what_it_meets(
@@ -413,26 +354,6 @@ def test_a_backward_pass_ends_with_what_it_meets(
                 engine.backward(context_id, [loss])
         finally:
             engine.release(context_id)
-    pair.check_serves(THREADS)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hook_of_the_caller_raises_to_the_caller(pair: Pair, kind: type[BaseException]) -> None:
-    engine = pair.caller.engine
-    context_id = engine.contexts.get_or_create(engine.contexts.new_id()).id
-    try:
-        with enter(context_id):
-            result = pair.sync(doubled, torch.ones(2, requires_grad=True))
-            loss = with_a_raising_hook(result, kind).sum()
-        expected = AutogradError if issubclass(kind, Exception) else kind
-        with pytest.raises(expected, match="in a hook"):
-            engine.backward(context_id, [loss])
-        with enter(context_id):
-            after = torch.ones(2, requires_grad=True)
-            engine.backward(context_id, [pair.sync(doubled, after).sum()])
-        assert engine.contexts.get(context_id).get_gradients()[after].tolist() == [2.0, 2.0]
-    finally:
-        engine.release(context_id)
     pair.check_serves(THREADS)
 
 
@@ -453,40 +374,6 @@ def leaves_modes_behind() -> Any:
     return modes()
 
 
-async def leaves_modes_behind_at_its_end() -> Any:
-    await asyncio.sleep(0)
-    return leaves_modes_behind()
-
-
-async def modes_of_a_coroutine() -> Any:
-    return modes()
-
-
-async def awaits_within_modes(seconds: float) -> list[Any]:
-    seen = []
-    with torch.no_grad():
-        await asyncio.sleep(seconds)
-        seen.append(modes())
-    with torch.autocast("cpu"), torch.device("meta"):
-        await asyncio.sleep(seconds)
-        seen.append(modes())
-    with torch.inference_mode():
-        await asyncio.sleep(seconds)
-        seen.append(modes())
-    return [*seen, modes()]
-
-
-async def starts_a_task_within_modes() -> None:
-    async def no_gradients() -> None:
-        with torch.no_grad():
-            await asyncio.sleep(0.01)
-
-    _tasks.append(asyncio.get_running_loop().create_task(no_gradients()))
-
-
-_tasks: list[Any] = []
-
-
 def test_a_call_does_not_change_the_modes_of_others(pair: Pair) -> None:
     """The modes belong to the thread that happens to run the call."""
     for _ in range(TIMES):
@@ -494,88 +381,3 @@ def test_a_call_does_not_change_the_modes_of_others(pair: Pair) -> None:
         assert [pair.sync(modes) for _ in range(TIMES)] == [UNTOUCHED] * TIMES
     futures = [pair.start(leaves_modes_behind if odd else modes) for odd in (0, 1) * 20]
     assert [future.wait() for future in futures[::2]] == [UNTOUCHED] * 20
-
-
-_may_end = threading.Event()
-
-
-def ends_when_it_may() -> bool:
-    return _may_end.wait(LIMIT_S)
-
-
-def test_a_callback_does_not_change_the_modes_of_others(pair: Pair) -> None:
-    seen = []
-    for _ in range(TIMES):
-        _may_end.clear()
-        future = pair.start(ends_when_it_may)
-        # Added before the answer: a callback of a completed future runs on this thread.
-        left = future.then(lambda _: leaves_modes_behind())
-        _may_end.set()
-        left.wait()
-        seen.append(pair.start(takes, 1).then(lambda _: modes()).wait())
-    assert seen == [UNTOUCHED] * TIMES
-
-
-def test_coroutines_have_modes_of_their_own(pair: Pair) -> None:
-    within = [pair.start(awaits_within_modes, seconds) for seconds in (0.001, 0.002, 0.003)]
-    assert [pair.sync(modes_of_a_coroutine) for _ in range(20)] == [UNTOUCHED] * 20
-    expected = [
-        (False, False, False, "cpu"),
-        (True, False, True, "meta"),
-        (False, True, False, "cpu"),
-    ]
-    assert [future.wait() for future in within] == [[*expected, UNTOUCHED]] * 3
-    for _ in range(TIMES):
-        assert pair.sync(leaves_modes_behind_at_its_end) == (False, False, True, "meta")
-        pair.sync(starts_a_task_within_modes)
-        assert pair.sync(modes_of_a_coroutine) == UNTOUCHED
-    assert pair.sync(awaits_within_modes, 0.001) == [*expected, UNTOUCHED]
-
-
-def tensors_of_many_kinds() -> list[torch.Tensor]:
-    computed = torch.ones(2, requires_grad=True) * 2
-    sparse = torch.eye(2).to_sparse()
-    return [torch.ones(2), torch.nn.Parameter(torch.ones(2)), sparse, computed]
-
-
-def seen_in(tensors: list[torch.Tensor]) -> list[tuple[bool, bool]]:
-    return [(each.is_inference(), each.requires_grad) for each in tensors]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("begins_in_mode", [False, True])
-def test_the_modes_of_a_waiting_thread_do_not_change_what_arrives(
-    pair: Pair, mode: Any, begins_in_mode: bool
-) -> None:
-    """Else it would depend on the thread that happens to read the answer."""
-    with mode() if begins_in_mode else contextlib.nullcontext():
-        read_elsewhere = pair.start(tensors_of_many_kinds)
-        read_here = pair.start(tensors_of_many_kinds)
-    read_elsewhere.then(lambda done: done.wait()).wait()
-    expected = seen_in(read_elsewhere.wait())
-    with mode():
-        arrived = [read_here.wait()]
-        if begins_in_mode:
-            arrived.append(pair.sync(tensors_of_many_kinds))
-    assert [seen_in(each) for each in arrived] == [expected] * len(arrived)
-    (torch.ones(2, requires_grad=True) * arrived[-1][0]).sum().backward()
-
-
-def test_a_pass_outside_of_contexts_knows_whose_answers_it_awaits(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its thread reads their connections itself."""
-    read: list[list[object]] = []
-    run = LedPass._run
-
-    def noting(led: LedPass) -> None:
-        read.append([*led._others])
-        run(led)
-
-    monkeypatch.setattr(LedPass, "_run", noting)
-    start = torch.ones(2, requires_grad=True)
-    loss = pair.sync(doubled, start * 3).sum()
-    pair.caller.engine.run_into_grad(roots_of([loss]), PassMode())
-    assert start.grad is not None
-    assert start.grad.tolist() == [6.0, 6.0]
-    assert read == [[pair.peer]]
