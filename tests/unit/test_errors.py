@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import inspect
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from tests.tables import cases
 from torchweft import errors
 from torchweft.engine.codec.exceptions import fresh_copy, pack_error, unpack_error
-from torchweft.errors import WeftError, WorkerLost
+from torchweft.errors import WeftError
 
 ALL_ERRORS = [
     member
@@ -62,21 +61,6 @@ def test_error_is_caught_as_the_built_in_that_torch_rpc_users_catch() -> None:
         if error_type is not WeftError:
             for built_in in BUILT_IN.get(error_type.__name__, (RuntimeError,)):
                 assert issubclass(error_type, built_in)
-
-
-def test_error_survives_pickling_with_type_and_text() -> None:
-    for error_type in ALL_ERRORS:
-        arrived = pickle.loads(pickle.dumps(error_type("what happened")))
-        assert type(arrived) is error_type
-        assert str(arrived) == "what happened"
-
-
-@cases("error", WITH_FIELDS)
-def test_fields_survive_pickling(error: WeftError) -> None:
-    arrived = through_pickle(error)
-    assert type(arrived) is type(error)
-    assert str(arrived) == str(error)
-    assert vars(arrived) == vars(error)
 
 
 def declared(error_type: type[WeftError]) -> dict[str, object]:
@@ -128,14 +112,6 @@ def check_round_trip(error_type: type[WeftError], trip: Callable[[WeftError], An
         assert arrived.__suppress_context__
 
 
-def test_an_error_whose_cause_cannot_be_pickled_is_pickled_without_it() -> None:
-    error = WorkerLost("ps is gone", worker="ps")
-    error.__cause__ = ValueError(lambda: None)
-    copied = pickle.loads(pickle.dumps(error))
-    assert copied.worker == "ps"
-    assert copied.__cause__ is None
-
-
 @cases("error", WITH_FIELDS)
 def test_a_pickle_of_an_error_has_the_form_that_other_versions_read(error: WeftError) -> None:
     fields = {field.name: getattr(error, field.name) for field in dataclasses.fields(error)}
@@ -145,31 +121,3 @@ def test_a_pickle_of_an_error_has_the_form_that_other_versions_read(error: WeftE
         errors._rebuild_with_fields,
         (type(error), str(error), fields),
     )
-
-
-def test_errors_with_the_same_fields_are_not_equal_and_can_be_hashed() -> None:
-    error, other = (WorkerLost("ps is gone", worker="ps") for _ in range(2))
-    assert error != other
-    assert len({error, other}) == 2
-
-
-def test_a_timeout_of_the_rendezvous_takes_its_fields_by_position() -> None:
-    error = errors.RendezvousTimeout("late", (1, 3), 2.5)
-    assert (error.args, error.missing, error.elapsed_s) == (("late",), (1, 3), 2.5)
-
-
-def test_an_unknown_field_is_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'wroker'"):
-        WorkerLost("ps is gone", wroker="ps")  # type: ignore[call-arg]
-
-
-def test_a_field_of_a_call_that_was_refused_survives_pickling() -> None:
-    error = errors.NotAllowed("no", worker="ps", refused="os:system")
-    error.call = "module.f"
-    assert through_pickle(error).call == "module.f"
-
-
-def test_the_tree_in_the_docstring_is_the_tree_of_the_code() -> None:
-    assert errors.__doc__ is not None
-    drawn = set(re.findall(r"(?:├──|└──) (\w+)", errors.__doc__))
-    assert drawn == {error_type.__name__ for error_type in ALL_ERRORS} - {"WeftError"}

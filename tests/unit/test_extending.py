@@ -15,7 +15,7 @@ import torch
 
 from tests.fuzz.strict.world import World
 from tests.unit.engine.worker.group import group_of
-from torchweft import extending, memory, rpc
+from torchweft import extending, rpc
 from torchweft.engine.codec import registry
 from torchweft.engine.worker import current as current_agent
 from torchweft.engine.worker.calls import current_call
@@ -63,32 +63,7 @@ def test_the_workers_of_a_group(world: World) -> None:
         extending.find_worker("nobody")
 
 
-def test_without_a_worker() -> None:
-    asks = (extending.this_worker, extending.present_workers, extending.caller, COUNTS.get)
-    for each in (*asks, lambda: extending.run_in_background(print)):
-        with pytest.raises(NotInitialized):
-            each()
-
-
 COUNTS: extending.PerWorker[list[int]] = extending.PerWorker(list)
-
-
-def test_each_worker_has_an_object_of_its_own() -> None:
-    found = []
-    for _ in range(2):
-        world = World()
-        COUNTS.get().append(1)
-        found.append(COUNTS.get())
-        world.close()
-    assert found == [[1], [1]]
-
-
-def test_work_in_the_background(alone: None) -> None:
-    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    extending.run_in_background(lambda *args: done.put((args, threading.current_thread())), 1, 2)
-    args, thread = done.get(timeout=LIMIT_S)
-    assert args == (1, 2)
-    assert thread is not threading.current_thread()
 
 
 def test_a_finalizer_may_start_work(alone: None) -> None:
@@ -114,26 +89,6 @@ def test_a_strict_worker_accepts_what_is_registered(world: World) -> None:
     extending.check_called(registered)
     with pytest.raises(NotAllowed, match="not_registered"):
         extending.check_called(not_registered)
-
-
-def test_marks_where_there_is_no_gpu() -> None:
-    tensor = torch.ones(1)
-    extending.device_mark()(tensor)
-    assert tensor.item() == 1
-
-
-def test_pooled_memory_comes_back(alone: None) -> None:
-    tensor = memory.pooled_empty(3, 1 << 20, dtype=torch.float64)
-    assert (tensor.shape, tensor.dtype) == ((3, 1 << 20), torch.float64)
-    address = tensor.data_ptr()
-    del tensor
-    assert memory.pooled_empty(3 << 20, dtype=torch.int64).data_ptr() == address
-    assert memory.pooled_empty(0, 5).shape == (0, 5)
-
-
-def test_memory_is_shared_with_oneself_and_with_nobody_unknown(world: World) -> None:
-    assert memory.is_shared_with(extending.this_worker().info)
-    assert not memory.is_shared_with(world.sender.name)
 
 
 class Point(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 import pytest
@@ -20,25 +19,6 @@ def test_a_link_is_replaced_and_its_target_left_alone(tmp_path: Path) -> None:
     assert not path.is_symlink()
     assert (path.read_bytes(), target.read_text()) == (b"a report", "precious")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["precious", "report"]
-
-
-def test_a_name_cannot_be_foreseen(tmp_path: Path) -> None:
-    names = set()
-    for _ in range(3):
-        with replacing(tmp_path / "report", "w") as file:
-            file.write("text")
-            names.update(each.name for each in tmp_path.glob("*.new"))
-    assert len(names) == 3
-
-
-def test_a_file_has_the_permissions_of_a_new_one(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        with replacing(tmp_path / "report") as file:
-            file.write(b"a report")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "report").stat().st_mode) == 0o640
 
 
 def test_an_error_leaves_the_former_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from torchweft import free_threading
-from torchweft.free_threading import LONGEST_WAIT_S, copy_of, shared_count
+from torchweft.free_threading import copy_of, shared_count
 
 THREADS = 4
 EACH = 2000
@@ -41,13 +41,6 @@ def test_each_number_of_a_count_is_given_once(start: int, step: int) -> None:
 
 
 @pytest.mark.usefixtures("_build")
-def test_a_count_is_an_iterator() -> None:
-    numbers = shared_count()
-    assert iter(numbers) is numbers
-    assert numbers.__next__() == 0
-
-
-@pytest.mark.usefixtures("_build")
 def test_a_deque_that_changes_is_copied() -> None:
     changing, is_over = deque(range(100)), threading.Event()
 
@@ -76,7 +69,3 @@ class Shrinking(deque[int]):
 def test_items_that_are_removed_during_a_copy_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(free_threading, "IS_FREE_THREADED", True)
     assert copy_of(Shrinking([1, 2])) == [1, 2]
-
-
-def test_threads_wait_for_ever_only_under_the_interpreter_lock() -> None:
-    assert (LONGEST_WAIT_S > 0) == free_threading.IS_FREE_THREADED

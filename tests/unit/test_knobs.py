@@ -2,16 +2,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import re
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.internal import overridden
 from tests.tables import cases
 from torchweft import knobs, rpc
 from torchweft.compat import rpc as compat_rpc
@@ -36,23 +32,6 @@ def constant(monkeypatch: pytest.MonkeyPatch) -> Constant[int]:
     return Constant("EXAMPLE_BYTES", 7)
 
 
-def test_default_holds_where_nothing_else_is_said(knob: Knob[int]) -> None:
-    assert knob.get() == 7
-
-
-def test_environment_is_read_at_each_use(knob: Knob[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_EXAMPLE_BYTES", "8")
-    assert knob.get() == 8
-    monkeypatch.setenv("WEFT_EXAMPLE_BYTES", "9")
-    assert knob.get() == 9
-
-
-def test_value_has_the_type_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_EXAMPLE_S", "3")
-    value = Knob("EXAMPLE_S", 1.5).get()
-    assert (value, type(value)) == (3.0, float)
-
-
 @pytest.mark.parametrize(
     "text", ["", "many", "1.5", "256M", "1k", "MiB", "1 2", "1.0001KB", "0x10", "inf", "1XiB"]
 )
@@ -62,28 +41,6 @@ def test_bad_value_is_refused_with_variable_and_fix(
     monkeypatch.setenv("WEFT_EXAMPLE_BYTES", text)
     with pytest.raises(ConfigurationError, match=r"WEFT_EXAMPLE_BYTES.*no size.*64KiB.*=7"):
         knob.get()
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("65536", 65_536),
-        ("64KiB", 65_536),
-        ("64 kib", 65_536),
-        ("256MiB", 256 << 20),
-        ("1GB", 10**9),
-        ("1.5GiB", 3 << 29),
-        ("2TB", 2 * 10**12),
-        ("8B", 8),
-        (" 8 ", 8),
-        ("9007199254740993", 9_007_199_254_740_993),
-    ],
-)
-def test_a_size_may_have_a_unit(
-    knob: Knob[int], monkeypatch: pytest.MonkeyPatch, text: str, size: int
-) -> None:
-    monkeypatch.setenv("WEFT_EXAMPLE_BYTES", text)
-    assert knob.get() == size
 
 
 @cases(
@@ -124,26 +81,6 @@ def test_a_variable_that_is_unknown_or_cannot_be_read_is_named(
         check_environment({"PATH": "/bin", "WEFT_DETECTION_S": "5", variable: text})
 
 
-def test_all_that_is_wrong_is_named_at_once() -> None:
-    with pytest.raises(
-        ConfigurationError,
-        match=r"sets SPIN_S to 'x'.*; .*sets TYPO.*; .*WEFT_LISTENS is.*; .*WEFT_TLS_MUTUAL is",
-    ):
-        check_environment(
-            {"WEFT_LISTENS": "1", "WEFT_TLS_MUTUAL": "x", "WEFT_INTERNAL": "TYPO=1,SPIN_S=x"}
-        )
-
-
-def test_what_is_known_may_be_set() -> None:
-    others = ("WEFT_SECRET", "WEFT_WORKER_NAME", "WEFT_INIT_METHOD", "WEFT_RESTART_COUNT")
-    check_environment(
-        {knob.variable: str(knob.default) for knob in KNOBS.values()}
-        | overridden(**{name: constant.default for name, constant in CONSTANTS.items()})
-        | dict.fromkeys((*others, "WEFT_DEVICE", "WEFT_TEST_ANYTHING"), "x")
-        | {"WEFTY": "x", "OTHER": "x"}
-    )
-
-
 def test_all_variables_that_the_package_names_are_known() -> None:
     """A variable that code reads but the registry lacks would be refused at start."""
     package = Path(knobs.__file__).parent
@@ -178,16 +115,6 @@ def test_override_wins_over_the_environment_and_ends(
     assert knob.get() == 8
 
 
-def test_override_ends_with_an_error_inside(knob: Knob[int]) -> None:
-    with pytest.raises(KeyError), knob.override(0):
-        raise KeyError
-    assert knob.get() == 7
-
-
-def test_a_constant_is_what_it_is_where_nothing_else_is_said(constant: Constant[int]) -> None:
-    assert constant.get() == 7
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -215,20 +142,6 @@ def test_a_constant_that_cannot_be_read_is_named(
     monkeypatch.setenv("WEFT_INTERNAL", "EXAMPLE_BYTES=8M")
     with pytest.raises(ConfigurationError, match=r"sets EXAMPLE_BYTES to '8M'.*EXAMPLE_BYTES=7"):
         constant.get()
-
-
-def test_a_process_that_is_started_has_the_constants_too() -> None:
-    show = "from torchweft import knobs; print(knobs.SPIN_S.get(), knobs.FAN_OUT.get())"
-    environment = {**os.environ, **overridden(SPIN_S=0, FAN_OUT=7)}
-    shown = subprocess.check_output([sys.executable, "-c", show], env=environment, text=True)
-    assert shown.split() == ["0.0", "7"]
-
-
-def test_constants_that_an_environment_sets_already_stay() -> None:
-    environment = overridden(overridden({"OTHER": "x"}, SPIN_S=1.0), SPIN_S=2.0, REARM_S=3.0)
-    assert environment["OTHER"] == "x"
-    assert knobs.SPIN_S.read(environment["WEFT_INTERNAL"]) == 1.0
-    assert knobs.REARM_S.read(environment["WEFT_INTERNAL"]) == 3.0
 
 
 def test_every_tunable_is_named_like_its_attribute() -> None:

@@ -65,23 +65,6 @@ def test_a_shared_tensor_is_locked_until_its_memory_goes_back(
     assert shared_counts(pool).resident_bytes == 0
 
 
-def test_memory_that_is_locked_already_is_used_again(gpu: FakeGpu, pool: SharedPool) -> None:
-    first = torchweft.memory.shared_empty(1000, pin_memory=True)
-    address = first.data_ptr()
-    del first
-    gc.collect()
-    shared_counts(pool)
-    again = torchweft.memory.shared_empty(1000, pin_memory=True)
-    assert again.data_ptr() == address
-    assert list(gpu.registered) == [address]
-
-
-def test_other_shared_tensors_are_not_locked(gpu: FakeGpu) -> None:
-    torchweft.memory.shared_empty(1000)
-    assert torchweft.memory.shared_empty(0, pin_memory=True).numel() == 0
-    assert gpu.registered == {}
-
-
 def test_memory_beyond_the_limit_is_not_locked_and_given_back(
     gpu: FakeGpu, pool: SharedPool
 ) -> None:

@@ -62,15 +62,6 @@ def test_a_demanded_twin_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyP
         loading._find()
 
 
-def test_an_old_torch_has_the_plain_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
-    with knobs.NATIVE.override("auto"):
-        module, reason = loading._find()
-    assert module is None
-    assert "DLPack" in reason or "free-threaded" in reason
-
-
 def test_the_package_is_built_without_a_compiler(tmp_path: Path) -> None:
     environment = {**os.environ, "CC": str(tmp_path / "none"), "PYTHONPATH": ""}
     pytest.importorskip("setuptools")
@@ -234,75 +225,3 @@ def test_every_cut_leaks_nothing() -> None:
         run()
     gc.collect()
     assert sys.getallocatedblocks() - before < 200
-
-
-@needs_native
-def test_giving_up_and_failing_leak_nothing() -> None:
-    class Unknown:
-        """An object that only pickle can carry."""
-
-    def fail(_: object) -> None:
-        raise RuntimeError("this program fails")
-
-    inner = [torch.ones(1), {"key": [1, 2, "text" * 20]}, Unknown()]
-
-    def run() -> None:
-        assert values.encode(inner, [], True) is None
-        with pytest.raises(RuntimeError, match="this program fails"):
-            values.encode(inner, [], True, fail)
-
-    assert _rounds(run) < 2000
-
-
-@needs_native
-def test_frames_leak_nothing() -> None:
-    assert native is not None
-    encode_call = native.encode_call
-    value, head = _every_kind(), (1.0, -1, b"module:name", b"span")
-
-    def fail(_: object) -> None:
-        raise RuntimeError("this program fails")
-
-    def run() -> None:
-        made = encode_call(*head, (value,), [], True, values.no_home, True)
-        assert made is not None
-        large = torch.ones(100_000)
-        assert encode_call(*head, (large,), [], True, values.no_home, True) is None
-        assert encode_call(*head, (object(),), [], True, values.no_home, True) is False
-        with pytest.raises(RuntimeError, match="this program fails"):
-            encode_call(*head, (object(),), [], True, fail, True)
-
-    assert _rounds(run) < 2000
-
-
-@needs_native
-def test_tensors_hold_their_memory_and_nothing_else() -> None:
-    content = encode_tensors([torch.arange(1000.0), torch.arange(1000.0).view(10, 100)[:, :99]])
-    assert content is not None
-    (whole, part), _ = decode_tensors(content[0], 0)
-    del content
-    row = part[3]
-    del part
-    gc.collect()
-    torch.empty(5000).fill_(7.0)
-    assert torch.equal(whole, torch.arange(1000.0))
-    assert torch.equal(row, torch.arange(300.0, 399.0))
-    row += 1
-    assert whole.data_ptr() % 64 == 0
-
-
-@needs_native
-def test_a_list_that_changes_meanwhile_is_left_to_pickle() -> None:
-    shrinking: list[Any] = [object(), 1, 2, 3]
-    growing: dict[Any, Any] = {"a": object()}
-
-    def shrink(_: object) -> Any:
-        shrinking.clear()
-        return (1, 2, 3)
-
-    def grow(_: object) -> Any:
-        growing.update({str(number): number for number in range(100)})
-        return (1, 2, 3)
-
-    assert values.encode(shrinking, [], True, shrink) is None
-    assert values.encode(growing, [], True, grow) is None

@@ -5,15 +5,10 @@ from __future__ import annotations
 import _thread
 import select
 import socket
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import torchweft
-import torchweft.compat.rpc as compat_rpc
-from torchweft import rpc
 from torchweft.errors import ConfigurationError
 from torchweft.patching import check_unpatched
 
@@ -42,17 +37,3 @@ def test_the_library_the_part_and_the_remedy_are_named(
         ConfigurationError, match=rf"{library} has replaced Python's {part}.*=False"
     ):
         check_unpatched()
-
-
-def test_no_worker_begins_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(select, "select", _replaced("gevent"))
-    store = f"file://{tmp_path / 'store'}"
-    options = rpc.RpcBackendOptions(init_method=store)
-    starts: list[Callable[[], object]] = [
-        lambda: rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options),
-        lambda: compat_rpc.init_rpc("a", rank=0, world_size=1),
-        torchweft.cluster(workers=1).start,
-    ]
-    for start in starts:
-        with pytest.raises(ConfigurationError, match="gevent has replaced"):
-            start()

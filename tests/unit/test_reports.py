@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +10,6 @@ from torchweft.reports import (
     Event,
     FunctionCounts,
     HeldReference,
-    Identity,
     NumberRow,
     NumberTable,
     Report,
@@ -31,22 +29,6 @@ FULL = report(
     events=(Event(2.0, "text"),),
     numbers=(NumberTable("t", ("of",), (NumberRow(("x",), {"n": 1.5}, {"ages": {"0": 2}}),)),),
 )
-
-
-def test_a_report_travels_unchanged() -> None:
-    assert decode(Report, encode(FULL)) == FULL
-    assert decode(Identity, encode(FULL.identity)) == FULL.identity
-
-
-def test_fields_of_later_versions_are_ignored() -> None:
-    told = json.loads(encode(FULL)) | {"later": 1}
-    assert decode(Report, json.dumps(told).encode()) == FULL
-
-
-def test_a_report_of_an_earlier_version_has_no_numbers() -> None:
-    told = json.loads(encode(FULL))
-    del told["numbers"]
-    assert decode(Report, json.dumps(told).encode()) == replace(FULL, numbers=())
 
 
 @pytest.mark.parametrize(

@@ -23,19 +23,6 @@ def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ending:
-        main(["--version"])
-    assert ending.value.code == 0
-    assert capsys.readouterr().out.startswith("torchweft ")
-
-
-def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "--help"])
-    assert "torchweft run --names ps,trainer0,trainer1 train.py" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -78,14 +65,6 @@ def test_a_new_secret_is_made_and_not_printed(
     printed = capsys.readouterr()
     assert f"WEFT_SECRET_FILE={path}" in printed.out
     assert path.read_text().strip() not in printed.out + printed.err
-
-
-def test_a_file_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "group.secret"
-    path.write_text("mine")
-    assert main(["secret", "new", str(path)]) == USAGE_STATUS
-    assert path.read_text() == "mine"
-    assert capsys.readouterr().err.startswith(f"torchweft secret: '{path}' is there already")
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(

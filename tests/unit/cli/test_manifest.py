@@ -24,11 +24,6 @@ def test_a_manifest_says_how_to_make_its_secret(capsys: pytest.CaptureFixture[st
     assert not [token for token in yaml.scan(text) if isinstance(token, yaml.AnchorToken)]
 
 
-def test_a_script_need_not_be_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["manifest", *IMAGE, "-n", "2", "/app/train.py"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["kind"] == "JobSet"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from torchweft.cli import run
 from torchweft.cli.main import main
 from torchweft.launch import Order, launchers
-from torchweft.launch.restarts import RestartPolicy
 
 Calls = list[Order]
 
@@ -35,36 +32,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return made
 
 
-def test_arguments_after_the_script_are_its_own(calls: Calls, script: str) -> None:
-    status = main(["run", "-n", "2", script, "-n", "5", "--names", "x", "-m"])
-    (order,) = calls
-    assert status == 7
-    assert order.names == ["worker0", "worker1"]
-    assert order.job["kind"] == "program"
-    assert order.job["arguments"][0] == sys.executable
-    assert order.job["arguments"][-6:] == [script, "-n", "5", "--names", "x", "-m"]
-    assert order.master_port == 0
-
-
-def test_two_dashes_end_the_options(calls: Calls, script: str) -> None:
-    main(["run", "-n", "2", "--", script, "--", "-x"])
-    assert calls[0].job["arguments"][-3:] == [script, "--", "-x"]
-
-
-def test_names_say_how_many_workers(calls: Calls, script: str) -> None:
-    main(["run", "--names", "ps,trainer0,trainer1", "--master-port", "4567", script])
-    (order,) = calls
-    assert order.names == ["ps", "trainer0", "trainer1"]
-    assert order.master_port == 4567
-
-
-def test_a_module_is_run_as_one(calls: Calls) -> None:
-    main(["run", "-n", "1", "--name-prefix", "trainer", "-m", "package.train", "--lr", "1"])
-    (order,) = calls
-    assert order.names == ["trainer0"]
-    assert order.job["arguments"][-4:] == ["-m", "package.train", "--lr", "1"]
-
-
 def test_warm_workers_are_forked(calls: Calls, script: str) -> None:
     main(["run", "-n", "1", "--warm", script, "x"])
     main(["run", "-n", "1", "--warm", "-m", "module", "x"])
@@ -73,21 +40,6 @@ def test_warm_workers_are_forked(calls: Calls, script: str) -> None:
         {"kind": "module", "module": "module", "arguments": ["x"]},
     ]
     assert all(call.is_warm for call in calls)
-
-
-def test_workers_are_not_started_again_unless_asked_for(calls: Calls, script: str) -> None:
-    main(["run", "-n", "1", script])
-    assert calls[0].restarts == RestartPolicy(0)
-
-
-def test_restarts_are_as_asked_for(calls: Calls, script: str) -> None:
-    main(["run", "-n", "1", "--restarts", "3", script, "--restarts", "7"])
-    timing = ["--backoff", "0.5", "--restart-window", "inf"]
-    main(["run", "-n", "1", "--restarts", "5", "--restart", "worker", *timing, script])
-    assert [call.restarts for call in calls] == [
-        RestartPolicy(3, "group"),
-        RestartPolicy(5, "worker", backoff_s=0.5, window_s=math.inf),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -117,12 +69,3 @@ def test_a_group_that_starts_again_has_no_fixed_place(
     monkeypatch.setenv("WEFT_INIT_METHOD", "file:///shared/store")
     assert main(["run", "-n", "1", "--restarts", "1", script]) == 2
     assert "but WEFT_INIT_METHOD names one; unset it" in capsys.readouterr().err
-
-
-def test_a_seed_is_for_workers_that_are_forked(
-    calls: Calls, script: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["run", "-n", "1", "--warm", "--seed", "4", script]) == 7
-    assert calls[0].seed == 4
-    assert main(["run", "-n", "1", "--seed", "4", script]) == 2
-    assert "--seed is for workers that are forked: add --warm" in capsys.readouterr().err

@@ -25,8 +25,3 @@ def test_each_says_what_to_do_instead() -> None:
             getattr(Unbound(), name)(1, key=2)
         assert str(caught.value).endswith(alternative.format(name=name))
         assert getattr(RemoteModule, name).__doc__.startswith("Raises ConfigurationError: ")
-
-
-def test_all_of_them_are_methods_of_torch() -> None:
-    newer = {"mtia", "to_empty", "register_full_backward_pre_hook"}
-    assert all(hasattr(nn.Module, name) for name in ALTERNATIVES.keys() - newer)

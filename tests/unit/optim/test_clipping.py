@@ -8,18 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from torchweft.errors import ConfigurationError, OptimizerError
-from torchweft.optim.clipping import check_norms, coefficient_of, norm, norm_of, on_host
+from torchweft.errors import ConfigurationError
+from torchweft.optim.clipping import check_norms, norm, norm_of, on_host
 
 TYPES = [1.0, 2.0, 3.5, math.inf]
-
-
-@pytest.mark.parametrize("norm_type", TYPES)
-def test_entries_of_a_sparse_gradient_at_one_place_count_as_their_sum(norm_type: float) -> None:
-    indices, values = torch.tensor([[1, 3, 1]]), torch.tensor([[3.0, 1.0], [0.5, 2.0], [-2.0, 4.0]])
-    gradient = torch.sparse_coo_tensor(indices, values, (5, 2), check_invariants=True)
-    expected = torch.linalg.vector_norm(gradient.to_dense(), norm_type)
-    assert norm(gradient, norm_type).item() == pytest.approx(expected.item())
 
 
 @pytest.mark.parametrize("norm_type", TYPES)
@@ -43,15 +35,6 @@ def test_scalars_of_several_devices_come_to_the_host_in_order(
     assert [scalar.item() for scalar in on_host(scalars)] == [0.0, 1.0, 2.0, 3.0]
     assert waits == [(4,)]
     assert on_host([]) == []
-
-
-def test_a_norm_that_is_small_enough_leaves_the_gradients() -> None:
-    assert coefficient_of(torch.tensor(0.5), 1.0, error_if_nonfinite=True) is None
-    factor = coefficient_of(torch.tensor(2.0), 1.0, error_if_nonfinite=True)
-    assert float(factor) == pytest.approx(0.5)  # type: ignore[arg-type]
-    assert math.isnan(coefficient_of(torch.tensor(math.nan), 1.0, error_if_nonfinite=False))  # type: ignore[arg-type]
-    with pytest.raises(OptimizerError, match="total norm of the gradients is nan"):
-        coefficient_of(torch.tensor(math.nan), 1.0, error_if_nonfinite=True)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,9 @@ import torch
 
 from tests.unit.optim.references import reference
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim.states import Group, read_groups, read_references
+from torchweft.optim.states import read_groups
 
 A, B, C = (reference(owner, number) for owner, number in ((1, 0), (2, 0), (1, 1)))
-
-
-def test_dicts_are_groups_and_may_hold_a_single_reference() -> None:
-    given = [{"params": iter([A, B]), "lr": 0.1}, {"params": C}]
-    assert read_groups(given) == [Group({"lr": 0.1}, [A, B]), Group({}, [C])]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +46,3 @@ def test_values_that_cannot_work_are_refused(given: Any, message: str) -> None:
 def test_types_that_cannot_work_are_refused(given: Any, message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=message):
         read_groups(given)
-
-
-def test_plain_references_are_checked_in_the_same_way() -> None:
-    assert read_references(iter([A, B])) == [A, B]
-    assert read_references(A) == [A]  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match="parameter 1 is a str"):
-        read_references([A, "b"])
-    with pytest.raises(ConfigurationError, match="parameters 0 and 1 are the same"):
-        read_references([A, A])

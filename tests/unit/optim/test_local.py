@@ -46,13 +46,3 @@ def test_grad_is_as_before_also_after_a_step_that_failed() -> None:
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step({parameter: torch.ones(2).to_sparse()}, {})
     assert parameter.grad is mine
-
-
-def test_loaded_options_go_to_the_devices_of_the_present_ones() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    part = GroupPart(0, {"lr": torch.tensor(0.5)}, [0], [reference(0, 0, parameter)])
-    local = LocalOptimizer(torch.optim.SGD, [part], new_guard())
-    saved = local.save({})
-    local._optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
-    local.load(saved)
-    assert local._optimizer.param_groups[0]["lr"].device.type == "meta"

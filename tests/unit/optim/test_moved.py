@@ -31,21 +31,6 @@ def test_an_optimizer_of_moved_parameters_raises_at_its_first_step() -> None:
     moved.close()
 
 
-@pytest.mark.parametrize("is_closed", [True, False])
-def test_optimizers_step_when_no_moved_parameters_are_left(is_closed: bool) -> None:
-    here, there = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    moved = Moved("use pipe.optimizer")
-    moved.add([there])
-    optimizer = _trained(here)
-    optimizer.step()
-    if is_closed:
-        moved.close()
-    del moved
-    for each in (optimizer, optimizer, SGD([there], lr=0.5)):
-        each.step()
-    assert here.tolist() == [-1.5, -1.5]
-
-
 @pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
 def test_clipping_moved_parameters_raises(clip: Callable[..., object]) -> None:
     moved = Moved("use pipe.clip_grad_norm_")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchweft.errors import ConfigurationError
-from torchweft.optim.states import Parameter, as_state_dict, check_fits, read_options, read_state
+from torchweft.optim.states import Parameter, as_state_dict, check_fits
 
 SHAPES = [(2,), (3, 4), ()]
 PARAMETERS = [
@@ -20,16 +20,6 @@ STATE = as_state_dict(
     PARAMETERS,
     ["SGD"],
 )
-
-
-def test_what_is_read_goes_by_position() -> None:
-    saved = {
-        "state": {7: "of the second", "all": "of none"},
-        "param_groups": [{"lr": 1.0, "param_names": ["x"], "params": [5, 7]}],
-    }
-    assert read_options(saved) == [{"lr": 1.0}]
-    assert read_state(saved) == {1: "of the second", "all": "of none"}
-    check_fits(saved, [2], PARAMETERS[:2])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.profiler import profile
 
 from torchweft.optim import local
 
@@ -26,14 +25,6 @@ def hooked_step(seen: list[str]) -> Callable[[Any], object]:
     return local.with_hooks(lambda optimizer: seen.append("step"))
 
 
-def test_hooks_run_around_a_step(optimizer: Optimizer) -> None:
-    seen: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    hooked_step(seen)(optimizer)
-    assert seen == ["before", "step", "after"]
-
-
 def test_hooks_of_all_optimizers_run(optimizer: Optimizer) -> None:
     seen: list[str] = []
     handle = register_optimizer_step_post_hook(lambda *_: seen.append("after"))
@@ -44,19 +35,3 @@ def test_hooks_of_all_optimizers_run(optimizer: Optimizer) -> None:
         handle.remove()
     hooked_step(seen)(optimizer)
     assert seen == ["step", "after", "step", "after", "step"]
-
-
-def test_a_profiler_sees_a_step_by_the_name_of_its_class(optimizer: Optimizer) -> None:
-    with profile() as profiler:
-        local.step_optimizer(optimizer)
-    assert "Optimizer.step#SGD.step" in {event.name for event in profiler.events()}
-    assert optimizer.param_groups[0]["params"][0].tolist() == [0.0, 0.0]
-
-
-def test_a_step_that_nothing_sees_is_not_announced(
-    optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.autograd.profiler, "record_function", None)  # cannot be called
-    seen: list[str] = []
-    hooked_step(seen)(optimizer)
-    assert seen == ["step"]

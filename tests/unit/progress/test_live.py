@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import os
 import pty
 import re
@@ -91,20 +89,6 @@ def test_rows_change_while_the_caller_is_blocked() -> None:
     assert end.endswith("; worker0 1 (0.1 s), worker1 1 (0.1 s, lost); 1 rerun\n")
 
 
-def test_rows_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
-    monkeypatch.setenv("LINES", "5")
-    out = Watched()
-    workers = [f"worker{rank}" for rank in range(8)]
-    with Display(label="漢字" * 30, out=out, is_terminal=True, interval_s=OFTEN_S) as shown:
-        shown.work.begun(1, "inner", 2, workers)
-        out.await_text("parts of inner")
-    lines = visible(out.getvalue()).replace("\r", "\n").split("\n")
-    rows = [line for line in lines if "字: " not in line]  # without the summary
-    assert max(map(len, rows)) <= 30
-    assert any(row.startswith("漢字漢字") and "…" in row for row in rows)
-
-
 @pytest.mark.parametrize("printed", ["[bold]:smile: {x}\n", "1" * 500 + "\n", "a\nb\n"])
 def test_text_that_is_printed_appears_as_it_is(terminals: Terminals, printed: str) -> None:
     terminals.become_standard()
@@ -113,44 +97,6 @@ def test_text_that_is_printed_appears_as_it_is(terminals: Terminals, printed: st
         print(printed, end="")
     assert printed in terminals.seen()
     assert sys.stdout is sys.stderr is terminals.stream
-
-
-def test_handlers_of_logging_write_above_the_rows(terminals: Terminals) -> None:
-    terminals.become_standard()
-    handler = logging.StreamHandler()
-    logging.getLogger("tests.live").addHandler(handler)
-    try:
-        with Display(interval_s=NEVER_S):
-            assert hasattr(handler.stream, "rich_proxied_file")
-            logging.getLogger("tests.live").error("logged")
-        assert handler.stream is terminals.stream
-    finally:
-        logging.getLogger("tests.live").removeHandler(handler)
-    assert "logged\n" in terminals.seen()
-
-
-def test_output_into_a_file_stays_there(
-    terminals: Terminals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminals.become_standard()
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    with Display(interval_s=NEVER_S):
-        print("printed")
-        assert sys.stdout.getvalue() == "printed\n"
-    assert "printed" not in terminals.seen()
-
-
-def test_a_display_within_another_writes_lines_above_its_rows(terminals: Terminals) -> None:
-    terminals.become_standard()
-    with Display(label="outer", interval_s=NEVER_S) as outer:
-        with Display(label="inner", interval_s=NEVER_S) as inner:
-            run_job(inner.work, 1)
-        assert inner._bars is None
-        assert hasattr(sys.stderr, "rich_proxied_file")
-        assert outer._bars is not None
-    seen = terminals.seen()
-    assert seen.index("inner: 1 job, 2 parts in ") < seen.index("outer: 0 jobs, 0 parts in ")
-    assert sys.stderr is terminals.stream
 
 
 def test_a_forked_process_waits_for_no_lock(terminals: Terminals) -> None:
@@ -186,13 +132,6 @@ def test_a_terminal_that_goes_away_stops_no_program(monkeypatch: pytest.MonkeyPa
     assert shown.workers["worker0"].parts == 2
 
 
-def test_the_cursor_is_shown_also_meanwhile() -> None:
-    out = Watched()
-    with Display(out=out, is_terminal=True, interval_s=NEVER_S):
-        assert out.getvalue().endswith("\x1b[?25h")
-    assert "\x1b[?25l" not in out.getvalue().rpartition("\x1b[?25h")[2]
-
-
 def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -203,20 +142,6 @@ def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
         Display(out=out, is_terminal=True).__enter__()
     # The rows are erased, the cursor is shown and at their start.
     assert visible(out.getvalue().rpartition("\x1b[2K")[2]) == "\r"
-
-
-def test_an_error_goes_on_and_the_streams_are_given_back(terminals: Terminals) -> None:
-    terminals.become_standard()
-
-    def train() -> None:
-        with Display(total=7, interval_s=NEVER_S) as shown:
-            shown.step(3)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train()
-    assert "jobs stopped by KeyboardInterrupt: 3 of 7 steps in " in terminals.seen()
-    assert sys.stdout is sys.stderr is terminals.stream
 
 
 def test_a_second_interrupt_while_it_ends(
