@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.component import Start, probed_by, put_last
+from torchweft.autograd.component import Start, put_last
 from torchweft.autograd.contexts import edges_behind, gates_of, make_placeholders
 from torchweft.autograd.graph import gradients_at
 
@@ -88,22 +88,6 @@ def received() -> Tensor:
 def run_to(tensor: Tensor) -> None:
     root = (get_gradient_edge(tensor * 3),)
     gradients_at([get_gradient_edge(tensor)], root, (torch.ones(3),), RETAINING)
-
-
-def test_a_probe_sees_what_hooks_of_the_tensor_return() -> None:
-    made = received()
-    seen: list[Tensor | None] = []
-    assert made.grad_fn is not None
-    with Start() as start:
-        start.probe(made.grad_fn, seen.append, None)
-    made.register_hook(lambda gradient: gradient * 5)
-    with Start() as start:
-        start.probe(made.grad_fn, seen.append, None)
-        run_to(made)
-        with probed_by("another run"):
-            run_to(made)
-    run_to(made)
-    assert [each.tolist() for each in seen if each is not None] == [[15.0] * 3]
 
 
 def test_probes_come_and_go_while_a_run_is_at_the_node() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,28 +13,6 @@ from torchweft.autograd.contexts import Gradients
 def sparse(*indices: int) -> Tensor:
     """Returns a sparse gradient of three rows, with ones at ``indices``."""
     return torch.zeros(3).index_fill(0, torch.tensor(indices), 1.0).to_sparse()
-
-
-@pytest.mark.parametrize(
-    ("parts", "is_sparse", "total"),
-    [
-        ([torch.ones(3), torch.ones(3), torch.ones(3)], False, [3.0, 3.0, 3.0]),
-        ([sparse(0), sparse(0, 2), sparse(1)], True, [2.0, 1.0, 1.0]),
-        ([sparse(0), torch.ones(3), sparse(2)], False, [2.0, 1.0, 2.0]),
-        ([torch.ones(3), sparse(1), sparse(1)], False, [1.0, 3.0, 1.0]),
-        ([sparse(0), sparse(1), torch.ones(3)], False, [2.0, 2.0, 1.0]),
-    ],
-    ids=["dense", "sparse", "sparse-dense", "dense-sparse", "sparse-sparse-dense"],
-)
-def test_gradients_of_a_tensor_add_up(
-    parts: list[Tensor], is_sparse: bool, total: list[float]
-) -> None:
-    sums, weight = Gradients(), torch.ones(3)
-    for part in parts:
-        sums.add_all([(weight, part)], ())
-    result = sums.snapshot()[weight]
-    assert result.is_sparse is is_sparse
-    assert (result.to_dense() if is_sparse else result).tolist() == total
 
 
 def test_memory_in_use_elsewhere_is_copied() -> None:

@@ -35,17 +35,6 @@ def numbers_of(components: dict[int, Reached]) -> list[list[int]]:
     return [[send.message_id for send in reached.sends] for reached in components.values()]
 
 
-def test_a_receive_is_reported_by_the_first_walk_that_reaches_it() -> None:
-    context = Context(1, 0)
-    first, second = received(context, 11), received(context, 12)
-    graph = SentGraph(context.receive_of.get)
-    numbers = [
-        [record.message_id for record in graph.add(live(*send)).receives.values()]
-        for send in ((1, *edges(first * 2)), (2, *edges(first + second)))
-    ]
-    assert numbers == [[11], [12]]
-
-
 def test_sends_hang_together_through_nodes_and_placeholders_but_not_leaves() -> None:
     context = Context(1, 0)
     weight, value = torch.ones(2, requires_grad=True), received(context, 11)

@@ -17,13 +17,11 @@ from tests.unit.autograd import awkward_programs, programs
 from tests.unit.autograd.cluster import (
     Cluster,
     Program,
-    World,
     check,
 )
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.local_pass import LocalPass
-from torchweft.engine.protocol.backward import Progress
 from torchweft.errors import AutogradError, ProtocolError
 
 T = TypeVar("T")
@@ -76,44 +74,6 @@ def test_gradients_of_gradients_of_what_was_written_to_a_view() -> None:
     torch.testing.assert_close(found, gradient + second)
 
 
-def test_hooks_at_a_cut_see_the_whole_gradient_once() -> None:
-    seen: list[Tensor] = []
-    states: list[Tensor] = []
-
-    def program(world: World) -> list[Tensor]:
-        state = world.parameter(1, "s", 3) * 2
-        state.register_hook(seen.append)
-        state.retain_grad()
-        states.append(state)
-        output = world.send(1, 0, state * 2)[0]
-        back = world.send(0, 1, output * 3)[0]
-        return [world.send(1, 0, state * back)[0].sum()]
-
-    check(program)
-    assert len(seen) == 2
-    torch.testing.assert_close(seen[0], seen[1])
-    torch.testing.assert_close(states[0].grad, states[1].grad)
-
-
-def test_node_hooks_and_module_hooks_before_a_cut_take_effect() -> None:
-    def program(world: World) -> list[Tensor]:
-        # Both worlds have the same linear layer, with the world's parameter as weight.
-        layer = torch.nn.Linear(3, 3, bias=False, dtype=torch.float64)
-        del layer.weight
-        layer.weight = world.parameter(1, "w", 3, 3)
-        layer.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 3,))
-        state, fed = world.parameter(1, "s", 3) * 1, world.parameter(0, "x", 3)
-        total = torch.zeros((), dtype=torch.float64)
-        for _ in range(3):
-            state = layer(state + world.send(0, 1, fed)[0])
-            state.grad_fn.register_prehook(lambda outer: (outer[0] * 2,))  # type: ignore[union-attr]
-            fed = world.send(1, 0, state)[0]
-            total = total + fed.sum()
-        return [total]
-
-    check(program)
-
-
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_reentrant_checkpointing_is_refused_and_adds_to_nothing(is_cut: bool) -> None:
     cluster = Cluster()
@@ -154,19 +114,6 @@ def test_gradients_that_have_run_are_not_kept_until_the_context_ends() -> None:
     assert [each() for each in kept] == [None, None]
 
 
-def test_shared_nodes_wait_for_all_their_sends() -> None:
-    local, context, weight, (first, second) = local_pass_with_two_sends()
-    local.arrive(second, [torch.ones(2)])
-    assert local.work() == ([], Progress(walked=[second], reached=[99]))
-    assert context.get_gradients() == {}
-    local.arrive(first, [torch.ones(2)])
-    outgoing, progress = local.work()
-    assert [(worker, number) for worker, number, _ in outgoing] == [(1, 99)]
-    assert progress == Progress([first], [first, second], answered=[99])
-    assert context.get_gradients()[weight].tolist() == [11.0, 11.0]
-    assert local.work() == ([], Progress())
-
-
 def test_gradients_that_are_not_due_are_refused() -> None:
     local, _, _, (first, _) = local_pass_with_two_sends()
     with pytest.raises(ProtocolError, match="1 tensors"):
@@ -178,17 +125,3 @@ def test_gradients_that_are_not_due_are_refused() -> None:
         local.arrive(first, [torch.ones(2)])
     with pytest.raises(ProtocolError, match="not among those sent"):
         local.announce([12345])
-
-
-def test_a_sparse_gradient_of_a_leaf_that_was_sent_stays_sparse_beside_gates() -> None:
-    def program(world: World) -> list[Tensor]:
-        table, value = world.parameter(0, "table", 5, 3), world.parameter(0, "x", 3) * 1
-        for step in range(3):
-            rows, received = world.send(0, 1, table, value)
-            found = torch.nn.functional.embedding(torch.tensor([step]), rows, sparse=True)
-            value = world.send(1, 0, torch.tanh(found[0] * received))[0] + value
-        return [value.sum()]
-
-    cluster = check(program)
-    table = cluster.parameters[0, "table"]
-    assert cluster.contexts[0].get_gradients()[table].is_sparse

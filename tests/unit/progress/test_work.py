@@ -7,8 +7,6 @@ import threading
 import pytest
 
 from torchweft.progress.work import (
-    Loss,
-    Straggler,
     Work,
     WorkerShare,
 )
@@ -37,45 +35,6 @@ def work(clock: Clock) -> Work:
 def run_part(work: Work, map_id: int, part: int, worker: str, seconds: float) -> None:
     work.started(map_id, part, worker)
     work.ended(map_id, part, worker, seconds)
-
-
-def states(work: Work) -> list[tuple[str, int, int, dict[str, int]]]:
-    return [(job.name, job.parts, len(job.ended), job.running_on()) for job in work.jobs]
-
-
-def test_a_part_that_hangs_is_behind_until_it_ends(work: Work, clock: Clock) -> None:
-    work.begun(1, "inner", 3, WORKERS)
-    run_part(work, 1, 0, "worker0", 0.4)
-    work.started(1, 1, "worker1")
-    clock.now = 1.2
-    assert work.stragglers() == ()
-    clock.now = 2.1
-    straggler = Straggler("worker1", 1, "inner", 2.1, 0.4)
-    assert work.stragglers() == (straggler,)
-    work.ended(1, 1, "worker1", 2.1)
-    assert work.stragglers() == ()
-    assert work.workers["worker1"] == WorkerShare(1, 2.1, times_behind=1)
-
-
-def test_a_loss_gives_parts_back(work: Work, clock: Clock) -> None:
-    work.begun(1, "inner", 3, WORKERS)
-    run_part(work, 1, 0, "worker1", 0.1)
-    work.started(1, 1, "worker0")
-    work.started(1, 2, "worker1")
-    clock.now = 4.0
-    assert work.take_news() == [
-        Straggler("worker0", 1, "inner", 4.0, 0.1),
-        Straggler("worker1", 2, "inner", 4.0, 0.1),
-    ]
-    work.lost(1, "worker1", [0, 2])
-    assert states(work) == [("inner", 3, 0, {"worker0": 1, "worker1": 0})]
-    assert work.jobs[0].lost == {"worker1"}
-    assert work.take_news() == [Loss("worker1", (0, 2))]
-    assert work.reruns == 2
-    assert work.workers["worker1"] == WorkerShare(1, 0.1, times_behind=1, is_lost=True)
-    run_part(work, 1, 0, "worker0", 0.1)
-    run_part(work, 1, 2, "worker0", 0.1)
-    assert work.jobs[0].ended == {0, 2}
 
 
 def test_what_a_failed_map_left_behind_runs_no_more(work: Work, clock: Clock) -> None:

@@ -162,8 +162,6 @@ def test_a_lost_gradient_is_an_error_of_the_pass(pair: Pair) -> None:
             pair.caller.engine.backward(context_id, [result])
 
 
-
-
 # Messages of a worker to itself
 
 
@@ -212,8 +210,6 @@ def test_a_worker_refuses_calls_to_itself_as_well() -> None:
         with pytest.raises(SerializationError, match="Response device mapping is not available"):
             rpc.rpc_sync("me", large, args=(2,))
         assert rpc.rpc_sync("me", same, args=(3,)) == 3
-
-
 
 
 # Modules on other workers

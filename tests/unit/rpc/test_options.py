@@ -130,8 +130,6 @@ def test_devices_that_cannot_be_meant(fields: dict[str, Any], message: str) -> N
         RpcBackendOptions(**fields).check()
 
 
-
-
 # Options in a group
 
 

@@ -26,13 +26,11 @@ from torchweft.engine.wire.messages import Kind, decode_ints
 from torchweft.engine.worker.tensor_messages import (
     FOLLOWS,
     TensorMessages,
-    decode_table,
     encode_table,
 )
 from torchweft.errors import ProtocolError
 
 MIB = 1 << 20
-LIMIT = 1 << 50
 
 
 class Fake(Channel):
@@ -167,30 +165,6 @@ def test_a_finalizer_may_use_what_is_letting_go_of_it(fakes: list[Fake]) -> None
 
 
 # Sending
-
-
-def test_a_buffer_takes_the_first_channel_that_has_room(
-    channels: TensorMessages, fakes: list[Fake], peer: Any
-) -> None:
-    fakes[0].room, fakes[1].sends_apart = 1, True  # type: ignore[misc]
-    parcel = channels.put(peer, tensors(5, 100, 150, 250, 99, 0))
-    table = decode_table(parcel.table, [5, 150, 99, 0], LIMIT)
-    assert [entry.channel for entry in table.entries] == [
-        FOLLOWS,
-        11,
-        FOLLOWS,
-        12,
-        FOLLOWS,
-        FOLLOWS,
-    ]
-    assert [memory.nbytes for memory in parcel.following] == [5, 150, 99, 0]
-    assert channels.count(peer, parcel) == {"sent best": 100, "sent next": 250}
-    assert peer.moved == {"sent best": 100, "sent next": 250}
-    assert held_counts(peer.held) == (1, 350)
-    parcel.begin(may_wait=False)
-    assert [fake.events for fake in fakes] == [[], ["begin 1"], []]
-    peer.held.release(parcel.token)
-    assert held_counts(peer.held) == (0, 0)
 
 
 def test_a_channel_that_raises_leaves_nothing(

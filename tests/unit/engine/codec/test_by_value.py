@@ -8,28 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.unit.engine.codec.trips import object_trip
 from torchweft.engine.codec.objects import pack, unpack
-
-
-def test_a_function_and_its_method_that_refer_to_each_other() -> None:
-    class Local:
-        """Refers to the function that refers to it."""
-
-        def method(self) -> Any:
-            return function
-
-        def parent(self) -> Any:
-            return super().__repr__()
-
-    def function() -> type[Local]:
-        return Local
-
-    arrived = object_trip(function)
-    assert arrived()().method() is arrived
-    assert "Local" in arrived()().parent()
-    assert arrived().__doc__ == Local.__doc__
-
 
 # Readers that refuse functions by value
 

@@ -182,21 +182,6 @@ def test_objects_of_the_usual_kinds_need_no_pickle(value: Any) -> None:
     assert getattr(object_trip([value])[0], "fold", 0) == fold
 
 
-def test_circles_stay_circles() -> None:
-    held: Held[Any] = Held(None)
-    held.value = [held]
-    queue: deque[Any] = deque()
-    queue.append(queue)
-    table: defaultdict[str, Any] = defaultdict(list)
-    table["own"] = table
-    for value, inner in ((held, lambda got: got.value[0]), (queue, lambda got: got[0])):
-        assert made_of(value) is None
-        got = object_trip([value])[0]
-        assert inner(got) is got
-    got = object_trip([table])[0]
-    assert got["own"] is got
-
-
 def test_many_objects_are_left_to_pickle_which_names_their_class_once() -> None:
     some = [Point(number) for number in range(values._MOST_MADE + 1)]
     assert made_of(some[1:]) is not None
@@ -316,18 +301,6 @@ def test_classes_without_a_name_are_left_to_pickle(monkeypatch: pytest.MonkeyPat
         assert made_of(type("Homeless", (), {"__module__": module})()) is None
     monkeypatch.setattr(sys.modules[__name__], "Sample", Local)  # As if it was loaded again.
     assert made_of(former) is None
-
-
-def test_objects_of_the_main_program_need_a_receiver_that_runs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Own:
-        pass
-
-    Own.__module__, Own.__qualname__ = "__main__", "Own"
-    monkeypatch.setattr(sys.modules["__main__"], "Own", Own, raising=False)
-    assert values.encode(Own(), [], 1) is not None
-    assert values.encode(Own(), [], 0) is None
 
 
 # Readers

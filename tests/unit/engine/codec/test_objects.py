@@ -27,8 +27,6 @@ from torchweft.engine.codec import functions, objects
 from torchweft.engine.codec.objects import pack, register_external, unpack
 from torchweft.errors import ProtocolError, SerializationError
 
-KILOBYTE = 1024
-
 pytestmark = pytest.mark.usefixtures("twin")
 
 
@@ -37,10 +35,6 @@ class Batch:
     inputs: Tensor
     label: str = "none"
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-class Slotted:
-    __slots__ = ("weight",)
 
 
 class Colour(enum.Enum):
@@ -61,44 +55,6 @@ def handle_type(monkeypatch: pytest.MonkeyPatch) -> type:
             raise AssertionError("a handle is never pickled")
 
     return Handle
-
-
-def test_tensors_are_taken_out_wherever_they_are() -> None:
-    slotted = Slotted()
-    slotted.weight = torch.ones(1)
-    deep = Batch(torch.ones(2), extra={"list": [torch.ones(3), (torch.ones(4), slotted)]})
-    packed = pack(((deep, torch.ones(5)), {"key": torch.ones(6)}), main_by_name=True)
-    assert [tensor.numel() for tensor in packed.tensors] == [2, 3, 4, 1, 5, 6]
-    assert len(packed.payload) < KILOBYTE
-    (batch, five), keywords = unpack(packed.payload, packed.tensors, [])  # type: ignore[misc]
-    assert batch.inputs is packed.tensors[0]
-    assert batch.extra["list"][1][1].weight is packed.tensors[3]
-    assert five is packed.tensors[4]
-    assert keywords["key"] is packed.tensors[5]
-
-
-def test_a_module_keeps_parameters_buffers_and_ties() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
-    module[2].weight = module[0].weight  # type: ignore[union-attr]
-    arrived = object_trip(module)
-    assert all(type(parameter) is nn.Parameter for parameter in arrived.parameters())
-    assert arrived[2].weight is arrived[0].weight
-    assert arrived.state_dict().keys() == module.state_dict().keys()
-    inputs = torch.randn(4, 3)
-    assert torch.equal(arrived(inputs), module(inputs))
-
-
-def test_local_classes_and_their_objects_go_by_value() -> None:
-    class Local(importable.Base):
-        def __init__(self, weight: Tensor) -> None:
-            self.weight = weight
-
-        def method(self) -> str:
-            return f"local {super().method()}"
-
-    arrived = object_trip(Local(torch.ones(2)))
-    assert arrived.method() == "local Local"
-    assert arrived.weight.sum() == 2
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -251,28 +250,6 @@ def test_arrays_survive(value: Any, packer: Any) -> None:
     assert arrived.flags.writeable
     if value.flags.contiguous or value.flags.f_contiguous:
         assert arrived.flags.f_contiguous == value.flags.f_contiguous
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        np.float32(0.5),
-        np.int64(3),
-        np.bool_(True),
-        np.str_("x"),
-        np.complex64(1j),
-        np.float64(2),
-        PurePosixPath("/a/b"),
-        Path("here"),
-    ],
-    ids=repr,
-)
-@pytest.mark.parametrize("packer", [pack, pack_plain])
-def test_scalars_of_numpy_and_paths_survive(value: Any, packer: Any) -> None:
-    packed = packer([value], main_by_name=True)
-    (arrived,) = unpack(packed.payload, packed.tensors, packed.externals)
-    assert type(arrived) is type(value)
-    assert arrived == value
 
 
 @cases(

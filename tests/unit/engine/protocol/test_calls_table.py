@@ -14,27 +14,6 @@ class Entry:
     deadline_s: float = math.inf
 
 
-def test_numbers_are_never_used_twice() -> None:
-    table: CallClient[Entry] = CallClient()
-    numbers = []
-    for _ in range(10):
-        numbers.append(table.add(Entry()))
-        table.pop(numbers[-1], None)
-    assert len(set(numbers)) == 10
-    assert table.total == max(numbers)
-
-
-def test_what_is_due_expires_and_the_rest_tells_when() -> None:
-    table: CallClient[Entry] = CallClient()
-    late, due, early = Entry(deadline_s=9.0), Entry(deadline_s=5.0), Entry(deadline_s=1.0)
-    for entry in (late, due, early, Entry()):
-        table.add(entry)
-    assert table.take_expired(5.0) == ([due, early], 9.0)
-    assert table.take_expired(5.0) == ([], 9.0)
-    assert table.take_expired(9.0) == ([late], math.inf)
-    assert len(table) == 1
-
-
 def test_everybody_takes_at_once_and_nothing_is_taken_twice_or_left() -> None:
     table: CallClient[Entry] = CallClient()
     taken: list[Entry] = []

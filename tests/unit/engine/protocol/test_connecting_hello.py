@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -8,21 +7,6 @@ import pytest
 from tests.tables import cases
 from torchweft.engine.protocol.connecting import Hello, Purpose, Terms, Verdict
 from torchweft.errors import ProtocolError
-
-
-@pytest.mark.parametrize(
-    "hello",
-    [
-        Hello(Purpose.LINK, 3),
-        Hello(Purpose.LINK, 3, "name", 2),
-        Hello(Purpose.RESUME, 3, "name", 4, 1 << 40),
-        Hello(Purpose.PROBE, 3, "name", 4),
-        Hello(Purpose.DATA, 3, set_number=6),
-        Hello(Purpose.INTRODUCTION, 3),
-    ],
-)
-def test_a_greeting_arrives_as_it_was(hello: Hello) -> None:
-    assert Hello.from_facts(json.loads(json.dumps(hello.facts()))) == hello
 
 
 @cases(

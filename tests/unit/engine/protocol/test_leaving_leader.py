@@ -3,19 +3,13 @@ from __future__ import annotations
 from torchweft.engine.protocol.leaving import (
     Action,
     Leader,
-    Left,
     Missing,
     Report,
-    Send,
     Step,
 )
 
 IDLE = Report(is_idle=True, activity=7)
 BUSY = Report(is_idle=False, activity=7)
-
-
-def tell(*workers: int, step: Step, arguments: tuple[int, ...] = ()) -> list[Action]:
-    return [Send(worker, step, arguments) for worker in workers]
 
 
 def tell_report(leader: Leader, worker: int, probe_round: int, report: Report) -> list[Action]:
@@ -28,23 +22,6 @@ def report_all(leader: Leader, *reports: Report) -> list[Action]:
         assert actions == []
         actions = tell_report(leader, worker, leader.round, report)
     return actions
-
-
-def test_a_worker_lost_before_it_is_ready_is_left_out_and_named() -> None:
-    leader = Leader({0, 1, 2})
-    leader.received(0, Step.READY, [])
-    leader.received(2, Step.READY, [])
-    assert leader.member_lost(1) == tell(0, 2, step=Step.PROBE, arguments=(1,))
-    tell_report(leader, 0, 1, IDLE)
-    tell_report(leader, 2, 1, IDLE)
-    leader.probe_again()
-    tell_report(leader, 0, 2, IDLE)
-    assert tell_report(leader, 2, 2, IDLE) == tell(0, 2, step=Step.SETTLE)
-    leader.received(0, Step.SETTLED, [])
-    assert leader.received(2, Step.SETTLED, []) == [
-        *tell(0, 2, step=Step.CLOSE, arguments=(1,)),
-        Left((1,)),
-    ]
 
 
 def test_who_is_waited_for_is_known_at_every_moment() -> None:

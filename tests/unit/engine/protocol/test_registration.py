@@ -60,25 +60,6 @@ def placed(rank: int, network: object, *, is_far: bool, has_secret: bool) -> Reg
     return Registration(f"worker{rank}", rank, (), facts=facts)
 
 
-@pytest.mark.parametrize(
-    ("networks", "far"),
-    [
-        ("aaaa", (False,) * 4),
-        ("abab", (True,) * 4),
-        ("a", (False,)),
-        ("", ()),
-        # An unknown network does not count.
-        (("", "a", 5, None, []), (False,) * 5),
-    ],
-)
-def test_workers_that_reach_each_other(networks: list[object], far: tuple[bool, ...]) -> None:
-    workers = [
-        placed(rank, network, is_far=is_far, has_secret=False)
-        for rank, (network, is_far) in enumerate(zip(networks, far, strict=True))
-    ]
-    assert why_apart(workers) == ""
-
-
 def test_workers_of_two_hosts_without_a_secret_are_told_how_to_get_one() -> None:
     workers = [placed(rank, "aab"[rank], is_far=False, has_secret=False) for rank in range(3)]
     said = why_apart(workers)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from tests.unit.engine.protocol.entries import Peer, Served
 from torchweft.engine.wire.messages import NO_CREATION
-from torchweft.errors import WorkerLost
 
 
 @pytest.fixture
 def peer() -> Peer:
     return Peer()
-
-
 
 
 # Outcomes
@@ -45,33 +40,5 @@ def test_an_error_ends_a_call_once_and_is_logged_afterwards(peer: Peer) -> None:
     assert call.told == [(7, error), "late"]
 
 
-
-
-# Functions that wait for a value
-
-
-def test_a_function_that_has_waited_makes_its_value_while_it_is_referred_to(peer: Peer) -> None:
-    call = Served(peer, number=0)
-    call.begins(5, math.inf, 10.0)
-    peer.lost = WorkerLost("lost")
-    assert call.goes_on(None, 1e9)
-    call.is_referred = False
-    assert not call.goes_on(None, 1e9)
-    assert [what for what, _ in call.told] == ["value 5"]
-
-
-# Cancelling
-
-
-@pytest.mark.parametrize("is_early", [True, False])
-def test_who_wants_to_know_is_called_back(peer: Peer, is_early: bool) -> None:
-    call, told = Served(peer), []
-    if is_early:
-        call.cancel()
-    call.on_cancel(lambda _: told.append("cancelled"))
-    if not is_early:
-        assert told == []
-        call.cancel()
-    assert told == ["cancelled"]
 
 

@@ -156,23 +156,6 @@ def test_who_shares_a_lane_does_not_rely_on_waits_still_to_be_made(cuda: FakeCud
         streams.end(each)
 
 
-def test_tasks_that_share_a_lane_use_one_stream_of_it(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both find that the lane has none yet."""
-    served = ServedStreams(most_lanes=1)
-    lane, _ = served._take()
-    make, others = cuda.new_stream, list[Any]()
-
-    def make_while_another_does(device: int) -> Any:
-        monkeypatch.setattr(cuda, "new_stream", make)
-        others.append(in_thread(lambda: lane.stream(device)))
-        return make(device)
-
-    monkeypatch.setattr(cuda, "new_stream", make_while_another_does)
-    assert [lane.stream(0), lane.stream(0)] == others * 2
-
-
 # Threads that live longer
 
 
@@ -187,8 +170,6 @@ def test_what_is_carried_to_another_thread_comes_after_this_one(cuda: FakeCuda) 
 
 def test_a_build_without_cuda_orders_nothing() -> None:
     assert isinstance(new_order(), Order) is device_streams.HAS_CUDA
-
-
 
 
 # Random programs: tasks begin, compute, hand values on and end, in any order of their steps.

@@ -11,7 +11,6 @@ from tests.thorough import examples
 from torchweft.engine.wire.messages import (
     CALL_HEAD_BYTES,
     NO_CREATION,
-    NO_GRAD,
     REPLY_HEAD_BYTES,
     HandedReference,
     decode_call,
@@ -26,49 +25,12 @@ from torchweft.engine.wire.messages import (
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.ids import ID_LIMIT, ReferenceId
 
-unsigned = st.integers(0, 2**64 - 1)
 sections = st.binary(max_size=20)
 natural = st.integers(0, 2**63 - 1)
-contexts = natural | st.just(NO_GRAD)
 workers = st.integers(0, ID_LIMIT - 1)
 handed = st.builds(HandedReference, st.builds(ReferenceId, workers, workers, natural), natural)
 references = st.lists(handed, max_size=3).map(tuple)
-numbers = st.lists(unsigned, max_size=5).map(tuple)
-tensor_parts = st.lists(sections, max_size=3)
 HANDED = HandedReference(ReferenceId(1, 2, 3), 4)
-
-
-call_heads = st.tuples(
-    *(st.floats(allow_nan=False), st.integers(NO_CREATION, 2**63 - 1), contexts, natural),
-    *(sections, sections, references, sections),
-)
-
-
-@settings(max_examples=examples(60))
-@given(call_heads, tensor_parts, st.booleans())
-def test_a_call_survives(head: tuple[Any, ...], tensors: list[bytes], is_view: bool) -> None:
-    *_, payload = head
-    inside = b"".join(tensors)
-    control = encode_call(*head, inside)
-    *decoded, value = decode_call(memoryview(control) if is_view else control)
-    context_id, message_id, handed, start, end = value
-    remaining_s, creation, name, span = decoded
-    numbers = remaining_s, creation, context_id, message_id
-    assert (*numbers, name, span, handed) == head[:-1]
-    assert control[start:end] == payload
-    assert control[end:] == inside
-
-
-@settings(max_examples=examples(60))
-@given(st.tuples(contexts, natural, references, sections), tensor_parts, st.booleans())
-def test_a_reply_survives(head: tuple[Any, ...], tensors: list[bytes], is_view: bool) -> None:
-    *_, payload = head
-    inside = b"".join(tensors)
-    control = encode_reply(*head, inside)
-    *decoded, start, end = decode_reply(memoryview(control) if is_view else control)
-    assert tuple(decoded) == head[:-1]
-    assert control[start:end] == payload
-    assert control[end:] == inside
 
 
 @settings(max_examples=examples(40))

@@ -8,9 +8,6 @@ from hypothesis import strategies as st
 from tests.thorough import examples
 from torchweft.engine.wire.frames import Buffer
 from torchweft.engine.wire.session import (
-    ACKNOWLEDGE_BYTES,
-    ALONE_BYTES,
-    LEAST_BYTES,
     Incoming,
     Outgoing,
 )
@@ -18,24 +15,6 @@ from torchweft.engine.wire.session import (
 
 def joined(parts: Sequence[Buffer]) -> bytes:
     return b"".join(bytes(part) for part in parts)
-
-
-def test_much_is_acknowledged_at_once_less_with_a_message_and_little_when_asked() -> None:
-    incoming = Incoming()
-    incoming.position += ACKNOWLEDGE_BYTES - 1
-    assert not incoming.is_due
-    incoming.position += 1
-    assert incoming.is_due
-    assert not incoming.is_much
-    assert incoming.acknowledgement() == ACKNOWLEDGE_BYTES
-    assert incoming.acknowledgement() is None
-    assert not incoming.is_due
-    incoming.position += ALONE_BYTES
-    assert incoming.is_much
-    assert incoming.acknowledgement() == ACKNOWLEDGE_BYTES + ALONE_BYTES
-    incoming.position += LEAST_BYTES + 1
-    assert not incoming.is_much
-    assert incoming.acknowledgement() == ACKNOWLEDGE_BYTES + ALONE_BYTES + LEAST_BYTES + 1
 
 
 class Stream:

@@ -21,13 +21,10 @@ from torchweft.engine.io.ring import Ring
 from torchweft.engine.io.session import ResumableLink
 from torchweft.engine.protocol.connecting import (
     HandshakeTimeout,
-    Hello,
     Patience,
-    Purpose,
     State,
     Terms,
     Unreachable,
-    Verdict,
 )
 from torchweft.engine.protocol.registration import Registration
 from torchweft.engine.wire.frames import FrameParser, encode_frame
@@ -223,30 +220,6 @@ def test_a_lost_peer_is_not_dialled_and_not_accepted(make_sides: Make) -> None:
     with running(sides[0].accept), pytest.raises(Unreachable, match="turned away: this group lost"):
         sides[1].connector.connect(sides[1].peers[0], math.inf)
     assert sides[0].links == sides[1].links == []
-
-
-def be_accepting(peer: Peer) -> None:
-    """Puts a peer's machine into the state of accepting a connection that never arrives."""
-    offered = peer.connecting.hello(0, Hello(Purpose.LINK))
-    assert offered.verdict is Verdict.ACCEPT
-
-
-def test_a_connection_of_the_other_side_that_comes_to_nothing_is_made_here(
-    make_sides: Make,
-) -> None:
-    """The other side may have died during the handshake; dialling it as well reveals that."""
-    sides = make_sides()
-    peer = sides[0].peers[1]
-    be_accepting(peer)
-    waits = peer.linked.wait
-
-    def fail(timeout: float | None = None) -> bool:
-        peer.connecting.accept_failed()
-        return waits(timeout)
-
-    peer.linked.wait = fail  # type: ignore[method-assign]
-    with running(sides[1].accept):
-        assert sides[0].connector.connect(peer, math.inf) is sides[0].links[0]
 
 
 def hello(worker: int, **facts: object) -> Greeting:

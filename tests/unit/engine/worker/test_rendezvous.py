@@ -203,29 +203,6 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 # Rounds: the store may outlive the workers, and a process may join several groups
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_a_process_joins_several_groups_at_one_store(is_refused: bool) -> None:
-    store = HashStore()
-    names = ["same"] * 2 if is_refused else ["a", "b"]
-    outcomes(*[Joining(store, rank, 2, name=name) for rank, name in enumerate(names)])
-    over = store.get("round").decode()
-    again = []
-
-    def come(rank: int) -> None:
-        me = Registration(f"again{rank}", rank, (f"unix:@{rank}",))
-        again.append(join(SignedStore(store, None), me, 2, LIMIT_S, rounds(over)))
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 0)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.05)
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert len(again) == 2
-    assert again[0] == again[1]
-    assert again[0].token != over
-
-
 def test_two_workers_of_one_rank_are_told_at_once() -> None:
     store = HashStore()
     first = Joining(store, 0, 3)

@@ -72,28 +72,6 @@ def collect(member: Member) -> queue.SimpleQueue[bytes]:
     return arrived
 
 
-def test_everything_arrives_in_order_once_the_worker_speaks(pair: list[Member]) -> None:
-    first, second = pair
-    peer = first.peer(second)
-    arrived = collect(second)
-    before = threading.active_count()
-    calls = []
-    for number in range(0, 60, 3):
-        calls.append(ask(first, peer, b"%d" % number))
-        first.agent.sender.post(peer, encode_frame(Kind.REFERENCES, 0, 0, b"%d" % (number + 1)))
-        first.agent.sender.send(peer, encode_frame(Kind.REFERENCES, 0, 0, b"%d" % (number + 2)))
-    # One thread connects for all messages. Another takes its place in the reactor, and a third one
-    # that of the second while it looks at a wake-up.
-    assert threading.active_count() <= before + 2
-    assert not any(call.is_done for call in calls)
-    second.start()
-    assert [arrived.get(timeout=LIMIT_S) for _ in range(60)] == [b"%d" % n for n in range(60)]
-    for call in calls:
-        first.agent.calls.wait(call)
-        assert call.error is None
-    assert not peer.unsent
-
-
 def test_what_is_sent_while_kept_messages_leave_does_not_overtake_them(pair: list[Member]) -> None:
     first, second = pair
     peer = first.peer(second)
