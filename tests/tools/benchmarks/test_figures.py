@@ -1,16 +1,6 @@
 from __future__ import annotations
 
-from benchmarks.frame.figures import Round, p99, ratio_of
-
-
-def test_p99_is_the_value_that_ninety_nine_of_a_hundred_meet() -> None:
-    assert p99([Round([float(value) for value in range(100, 0, -1)])]) == 99.0
-    assert p99([Round([1.0] * 197 + [7.0, 8.0, 9.0])]) == 7.0
-
-
-def test_no_p99_of_few_values_or_of_overlapping_operations() -> None:
-    assert p99([Round([1.0] * 99)]) is None
-    assert p99([Round([1.0] * 200, operations=100)]) is None
+from benchmarks.frame.figures import Round, ratio_of
 
 
 def test_ratio_is_the_median_of_the_rounds_ratios() -> None:

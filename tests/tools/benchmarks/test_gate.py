@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.frame.figures import Round
-from benchmarks.frame.group import ROOT
 from benchmarks.gate.gate import (
     compared,
-    has_history,
     is_open,
     medians,
     ratios_of,
     slower,
-    unpacked,
     verdict,
 )
 from benchmarks.shapes.question import QUESTION
@@ -31,12 +28,6 @@ def test_the_ratio_is_the_median_over_rounds_of_cpu_time_alone(tmp_path):
     question = compared(QUESTION, tmp_path)
     measured = _rounds([1.0, 1.0, 1.0], [1.05, 1.2, 9.0])
     assert ratios_of(question.rows, measured) == {"tensor": pytest.approx(1.2)}
-
-
-def test_each_side_imports_its_own_sources(tmp_path):
-    base, ours = compared(QUESTION, tmp_path).sides
-    assert base.environment["PYTHONPATH"] == str(tmp_path / "src")
-    assert ours.environment["PYTHONPATH"] == str(ROOT / "src")
 
 
 def test_the_median_over_groups_of_processes_decides():
@@ -58,13 +49,3 @@ def test_the_verdict_names_the_slow_row_first():
     lines = verdict({"error": 0.5, "tensor": 2.0}, 1.1, "abc")
     assert "tensor   too slow" in lines[1]
     assert lines[-1].split()[0] == "1.00"
-
-
-@pytest.mark.skipif(not has_history(ROOT), reason="this folder is no clone")
-def test_an_unknown_commit_is_named():
-    with pytest.raises(SystemExit, match="cannot read the base 0000"), unpacked("0" * 40):
-        pass
-
-
-def test_an_archive_has_no_history(tmp_path):
-    assert not has_history(tmp_path)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.frame import (
-    Question,
     Row,
     Target,
     at_least_of_limit,
@@ -12,8 +11,7 @@ from benchmarks.frame import (
     times_faster,
 )
 from benchmarks.frame.figures import Round
-from benchmarks.frame.report import table, verdict_on
-from benchmarks.frame.summary import summary
+from benchmarks.frame.report import verdict_on
 
 ROUNDS = {
     ("torch", "call"): [Round([600e-6], 800e-6)],
@@ -40,28 +38,3 @@ def test_verdict(target: Target, shown: str, is_met: bool) -> None:
     verdict = verdict_on(Row("call", "a call"), target, ROUNDS)
     assert verdict is not None
     assert (verdict.shown, verdict.is_met) == (shown, is_met)
-
-
-def test_table_has_a_line_for_each_side_and_the_ratios_at_ours() -> None:
-    lines = table(Question("benchmarks.x", "X", (Row("call", "a call"),)), ROUNDS)
-    assert lines[2:] == [
-        "| a call | torch | 600 us |  | 1,667 | 800 us |  |  |",
-        "| a call | weft | 100 us |  | 10,000 | 400 us | 6x (6-6) | 4x |",
-        "| a call | raw | 25 us |  | 40,000 | 25 us |  |  |",
-    ]
-
-
-def test_summary_has_a_line_for_each_target() -> None:
-    targets = (times_faster(5), times_faster(4, "cpu"), times_faster(2, "p99"))
-    question = Question("benchmarks.x", "X", (Row("call", "a call", targets=targets),))
-    lines = [
-        [cell.strip() for cell in line.split("|")[2:-1]]
-        for line in summary(question, "one core", ROUNDS)
-    ]
-    faster, less, p99 = (target.text for target in targets)
-    six, two = "6x (6-6)", "2x (2-2)"
-    assert lines == [
-        ["a call", "one core", "100 us", "600 us", "25 us", six, "4x", faster, "met"],
-        ["a call: CPU", "one core", "400 us", "800 us", "25 us", two, "16x", less, "MISSED"],
-        ["a call: p99", "one core", "", "", "", "", "", p99, "not measured"],
-    ]

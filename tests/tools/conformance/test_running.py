@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from pathlib import Path
 
@@ -60,28 +58,3 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def test_files_that_tests_leave_behind_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    results = run(tmp_path / "logs", "test_leaves_a_file")
-    assert results["own.Sample.test_leaves_a_file.log"].outcome == "pass"
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
-    assert os.environ["TMPDIR"] == str(tmp_path)
-
-
-def test_tests_that_run_when_the_runner_is_left_are_ended(tmp_path: Path) -> None:
-    runner = Runner({"own.Sample": sample_case.Sample}, tmp_path, jobs=2, limit_s=20)
-    results = runner.run([CaseName("own", "Sample", t) for t in ("test_passes", "test_never_ends")])
-    assert next(results).case.test == "test_passes"
-    assert [case.test for case in runner.running] == ["test_never_ends"]
-    results.close()  # type: ignore[attr-defined]
-    assert runner.running == []
-
-
-def test_each_repetition_has_its_own_log(tmp_path: Path) -> None:
-    results = run(tmp_path, "test_passes", repeat=2)
-    assert set(results) == {"own.Sample.test_passes.1.log", "own.Sample.test_passes.2.log"}

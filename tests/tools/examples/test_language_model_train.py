@@ -7,11 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import train
-from checkpoint import UnusableState, load_checkpoint
 from interrupt import Interrupt
-from settings import Settings, parse_options
 
 
 @pytest.mark.parametrize(
@@ -37,42 +34,6 @@ def test_unusable_input_gives_one_line_and_status_2(
     assert error.startswith("error: ")
     assert complaint in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--batch", "0"], "0 is not a whole number from 1 up"),
-        (["--batch", "many"], "many is not a whole number"),
-        (["--vocabulary", "1"], "from 2 up"),
-        (["--dropout", "1"], "from 0 up and below 1"),
-        (["--learning-rate", "nan"], "nan is not a number above 0"),
-        (["--minutes", "0"], "0 is not a number above 0"),
-        (["--unheard-of"], "unrecognized arguments"),
-    ],
-)
-def test_an_unusable_option_gives_one_line_and_status_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse_options(arguments)
-    error = capsys.readouterr().err
-    assert caught.value.code == 2
-    assert complaint in error
-    assert error.count("\n") == 1
-
-
-def test_options_reach_the_settings_by_their_names() -> None:
-    options = parse_options(["--learning-rate", "0.5", "--logits-travel", "--data", "here"])
-    assert options.settings == Settings(data="here", learning_rate=0.5, logits_travel=True)
-    assert parse_options([]).settings == Settings()
-
-
-def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "state.pt"
-    torch.save({"weights": torch.zeros(2)}, path)
-    with pytest.raises(UnusableState, match="is not a state that this program saved"):
-        load_checkpoint(path)
 
 
 def press_ctrl_c_twice(interrupt: Interrupt) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.faults.map_plan import Program
 from tests.faults.plan import (
     CUTS,
     HEAD,
@@ -30,11 +29,6 @@ NO_MEMORY = Complaint("MemoryError", "none", False, (), True)
 RANKS = {name: rank for rank, name in enumerate(NAMES)}
 
 
-def maps_plan(may_rerun: bool = True) -> Plan:
-    program = Program(may_rerun=may_rerun)
-    return Plan(0, UNIX, False, RANKS, (Fault(KILL, LEFT),), program=program)
-
-
 def plan_of(kind: str, point: str = "") -> Plan:
     return Plan(0, UNIX, False, RANKS, (Fault(kind, LEFT, point),))
 
@@ -52,35 +46,6 @@ def lost_outcome() -> Outcome:
     outcome = outcome_of(**reports)
     outcome.endings[LEFT] = Ending(-9, 1.0)
     return outcome
-
-
-def test_what_is_as_it_must_be_is_no_problem() -> None:
-    assert problems(plan_of(CUTS), outcome_of(), RESULT) == []
-    assert problems(plan_of(KILL), lost_outcome(), RESULT) == []
-    raised = outcome_of(trainer=Report([NO_MEMORY], ended_s=2.0))
-    assert problems(plan_of(MEMORY), raised, RESULT) == []
-
-
-def test_training_by_maps_must_go_on_after_a_loss() -> None:
-    outcome = lost_outcome()
-    assert problems(maps_plan(), outcome, RESULT) == []
-    trained = outcome.endings[TRAINER].report
-    assert trained is not None
-    trained.result = ""
-    assert problems(maps_plan(), outcome, RESULT) == [
-        "another result: WorkerLost ('left',): left is lost"
-    ]
-    assert problems(maps_plan(may_rerun=False), outcome, RESULT) == []
-
-
-def test_another_result_is_found() -> None:
-    assert problems(plan_of(CUTS), outcome_of(), "another") == [f"another result: {RESULT}"]
-
-
-def test_what_is_left_in_this_process_is_found() -> None:
-    outcome = outcome_of()
-    outcome.left = ["processes: 17"]
-    assert problems(plan_of(CUTS), outcome, RESULT) == ["processes: 17"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.fuzz.auditing import add_hook
-from tests.unit.engine.threads import test_stacks
+from tests.unit.engine.threads import test_interrupts
 
 
 def test_a_hook_is_called_within_its_block_only() -> None:
@@ -32,7 +32,7 @@ def test_a_hook_that_does_not_watch_lets_no_other_thread_run() -> None:
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        test_stacks.test_a_collector_that_the_program_turns_off_stays_off()
+        test_interrupts.test_a_collector_that_the_program_turns_off_stays_off()
     finally:
         sys.setswitchinterval(interval_s)
         gc.enable()

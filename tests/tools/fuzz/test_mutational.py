@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import mutational
-from tests.fuzz.campaign import Plan, Report
+from tests.fuzz.campaign import Plan
 from tests.fuzz.last_input import LastInput, read_last_input
 from tests.fuzz.target import Target
 
@@ -49,21 +48,6 @@ def test_the_same_plan_goes_the_same_way() -> None:
     assert first.frames == 500
 
 
-def test_time_ends_a_run_too() -> None:
-    assert mutational.fuzz(TOY, Plan(1 << 40, seconds=0.0)).frames < 10_000
-
-
-def test_what_is_new_is_kept_and_used_again(tmp_path: Path) -> None:
-    corpus = tmp_path / "toy"
-    mutational.fuzz(TOY, Plan(500, corpus=corpus))
-    kept = {path.read_bytes() for path in corpus.iterdir()}
-    assert kept
-    tried: set[bytes] = set()
-    noting = Target("toy", lambda data: tried.add(data), lambda: [VALID])
-    mutational.fuzz(noting, Plan(len(kept) + 1, corpus=corpus))
-    assert tried >= kept
-
-
 def test_the_input_that_ends_a_process_is_known(tmp_path: Path) -> None:
     last_input = LastInput(tmp_path / "last")
     mutational.fuzz(TOY, Plan(20), last_input)
@@ -96,15 +80,6 @@ def test_a_fault_of_a_bare_decoder_is_found_and_its_input_kept(tmp_path: Path) -
         bare_trusting(told.with_suffix("").read_bytes())
 
 
-def test_a_bare_decoder_that_ends_the_process_leaves_its_input(tmp_path: Path) -> None:
-    code = subprocess.run(
-        [sys.executable, "-m", __name__, tmp_path / "last"], timeout=60
-    ).returncode
-    assert code == DEADLY_CODE
-    last = read_last_input(tmp_path / "last")
-    assert is_deadly(last)
-
-
 DEADLY_CODE = 77
 
 
@@ -122,50 +97,6 @@ def end_with_process(last: Path) -> None:
 
     target = Target("toy", lambda data: None, lambda: [VALID], bare=lambda: nullcontext(deadly))
     mutational.fuzz(target, Plan(20, bare=100_000), LastInput(last))
-
-
-def test_bare_inputs_are_counted_apart_and_end_with_the_others() -> None:
-    decoded: list[bytes] = []
-    target = Target(
-        "toy",
-        lambda data: ValueError("no"),
-        lambda: [VALID],
-        bare=lambda: nullcontext(lambda data: bool(decoded.append(data))),
-    )
-    report = mutational.fuzz(target, Plan(100, bare=3000))
-    assert 100 <= report.frames <= 102
-    assert report.bare == len(decoded) == 3000
-    assert report.bare_accepted == report.accepted == 0
-    assert len(set(decoded)) > 1500
-
-
-def test_a_bare_input_that_is_accepted_is_tried_whole() -> None:
-    whole: list[bytes] = []
-    target = Target(
-        "toy",
-        lambda data: whole.append(data),
-        lambda: [VALID],
-        bare=lambda: nullcontext(lambda data: data[:1] == b"\xff"),
-    )
-    report = mutational.fuzz(target, Plan(100, bare=10_000))
-    assert report.bare_accepted > 10
-    assert sum(data[:1] == b"\xff" for data in whole) > 10
-
-
-def test_a_target_without_a_bare_decoder_gets_no_bare_inputs() -> None:
-    assert mutational.fuzz(TOY, Plan(100, bare=1000)).bare == 0
-
-
-def test_time_ends_bare_inputs_too() -> None:
-    assert mutational.fuzz(BARE_TOY, Plan(1 << 40, seconds=0.0, bare=1 << 40)).bare < 10_000
-
-
-def test_a_report_survives(tmp_path: Path) -> None:
-    report = Report("toy", "mutational", 10, 5, 0.5, 3, 0, 600, 7, 2.0)
-    report.write(tmp_path / "report")
-    assert Report.read(tmp_path / "report") == report
-    assert "20/s" in report.line()
-    assert "300/s" in report.line()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from tests.simulation.test_connecting_simulated import PROGRAMS, SEED_COUNT, Run
 from tests.thorough import CHECKED, share
 from tests.tools.simulation.failing import fails
 from torchweft.engine.protocol.connecting import (
-    CROSSED,
-    Action,
     Answer,
     Connecting,
     Failure,
@@ -45,23 +43,6 @@ class NeverGivesWay(Connecting):
         return super().hello(1 << 60, said)
 
 
-class RenamesItsOffer(Connecting):
-    """Gives each caller's offer a name of its own."""
-
-    def want(self, now_s: float, deadline_s: float, timeout_s: float, name: str) -> Step:
-        self._offer = None
-        return super().want(now_s, deadline_s, timeout_s, name)
-
-
-class TurnsTheDiallerAway(Connecting):
-    """Does not recognize the offer that it has accepted."""
-
-    def hello(self, me: int, said: Hello) -> Answer:
-        answer = super().hello(me, said)
-        is_again = answer.verdict is Verdict.WELCOME_AGAIN
-        return Answer(Verdict.REFUSE, "there is a connection") if is_again else answer
-
-
 class GivesUpTheBusy(Connecting):
     """Treats a peer that accepts connections and does not speak as one that is gone."""
 
@@ -76,14 +57,6 @@ class WaitsForTheGone(Connecting):
     def dial_failed(self, now_s: float, failure: Failure, cause: str) -> Step:
         failure = Failure.BROKEN if failure is Failure.REFUSED else failure
         return super().dial_failed(now_s, failure, cause)
-
-
-class WaitsForTheGoneInASession(Connecting):
-    """Does the same for the connection of a session."""
-
-    def redial_failed(self, now_s: float, failure: Failure, cause: str) -> list[Action]:
-        failure = Failure.BROKEN if failure is Failure.REFUSED else failure
-        return super().redial_failed(now_s, failure, cause)
 
 
 class BothResume(Connecting):
@@ -103,20 +76,6 @@ class KnowsNoOffer(Connecting):
         return super().hello(me, said)
 
 
-class ForgetsWhoAccepts(Connecting):
-    """Takes no notice that the peer's system accepts connections."""
-
-    def reached(self, now_s: float) -> None:
-        pass
-
-
-class LetsItsOfferLie(Connecting):
-    """Does not repeat an offer when it hears that the answer to it was lost."""
-
-    def hello(self, me: int, said: Hello) -> Answer:
-        return super().hello(me, said)._replace(must_dial=False)
-
-
 class LosesAgain(Connecting):
     """Declares a worker lost for each cause, not only for the first."""
 
@@ -131,14 +90,6 @@ class IgnoresFarewells(Connecting):
         pass
 
 
-class OffersBesideAnAccept(Connecting):
-    """Sends ``HELLO`` although the other side's connection is being accepted."""
-
-    def offer(self) -> bool:
-        self._is_offered = True
-        return not self._is_linked and self.cause is None
-
-
 class TakesCrossedForANo(Connecting):
     """Gives up a peer that answers that it dials itself."""
 
@@ -147,32 +98,16 @@ class TakesCrossedForANo(Connecting):
         return super().dial_failed(now_s, failure, cause)
 
 
-class CrossesEverything(Connecting):
-    """Refuses the other side before it has made an offer itself."""
-
-    def _answer_offer(self, me: int, said: Hello) -> Answer:
-        if self._first is not None and not self._is_linked and me > self.peer:
-            return Answer(Verdict.REFUSE, CROSSED)
-        return super()._answer_offer(me, said)
-
-
 MUTANTS = {
     AcceptsWhileItsOfferStands: 5,
     NeverGivesWay: 0,
-    RenamesItsOffer: 5,
-    TurnsTheDiallerAway: 5,
     GivesUpTheBusy: 0,
     WaitsForTheGone: 6,
-    WaitsForTheGoneInASession: 3,
     BothResume: 3,
     KnowsNoOffer: 5,
-    ForgetsWhoAccepts: 1158,
-    LetsItsOfferLie: 232,
     LosesAgain: 3,
     IgnoresFarewells: 6,
-    OffersBesideAnAccept: 14,
     TakesCrossedForANo: 0,
-    CrossesEverything: 8,
 }
 """Each with a seed that finds it soon; it counts as missed once all seeds have been tried."""
 

@@ -12,7 +12,7 @@ from tests.simulation.flood_world import Connection, Flood
 from tests.simulation.test_strangers_simulated import PROGRAMS, SEED_COUNT
 from tests.thorough import CHECKED, share
 from tests.tools.simulation.failing import fails
-from torchweft.engine.protocol.strangers import Admissions, Strangers
+from torchweft.engine.protocol.strangers import Strangers
 
 SEEDS = 12
 """A fault must be found within this many runs of each program."""
@@ -36,36 +36,6 @@ class TakesCopies(Machine):
         return super()._brings_voucher(connection)
 
 
-class LooksOnce(Machine):
-    """Looks for a voucher only when the connection comes."""
-
-    def heard(self, connection: Connection) -> Admissions[Connection]:
-        self._silent.discard(connection)
-        return []
-
-    def came(self, connection: Connection) -> Admissions[Connection]:
-        self._silent.clear()
-        return super().came(connection)
-
-
-class LetsMembersWait(Machine):
-    """Gives members threads only while those of strangers are free."""
-
-    def _brings_voucher(self, connection: Connection) -> bool:
-        return len(self._served) < self._limit and super()._brings_voucher(connection)
-
-
-class ServesEachAtOnce(Machine):
-    """Begins to serve strangers before the others that are ready have come, all at once."""
-
-    def came(self, connection: Connection) -> Admissions[Connection]:
-        return [*super().came(connection), *self.all_came()]
-
-    def _serve(self) -> Admissions[Connection]:
-        self._beginning = None
-        return super()._serve()
-
-
 class HasNoLimitForMembers(Machine):
     """Lets a voucher count however many members are there; copies count as well."""
 
@@ -85,9 +55,6 @@ class ForgetsThreads(Machine):
 MUTANTS: list[type[Machine]] = [
     KnowsNoVouchers,
     TakesCopies,
-    LooksOnce,
-    LetsMembersWait,
-    ServesEachAtOnce,
     HasNoLimitForMembers,
     ForgetsThreads,
 ]
