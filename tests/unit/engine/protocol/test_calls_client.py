@@ -33,9 +33,3 @@ def test_only_the_callee_answers_a_call(client: CallClient[Asked]) -> None:
     assert client.answered(call.worker, answer(call.number)) is call
     assert client.expire(math.inf) == ([], math.inf)
     assert call.error is None
-
-
-
-
-
-

@@ -32,8 +32,6 @@ def linked(*, was_dialled: bool = True, attempt: int = 1) -> Connecting:
     return machine
 
 
-
-
 # The end
 
 

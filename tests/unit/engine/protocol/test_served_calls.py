@@ -38,7 +38,3 @@ def test_an_error_ends_a_call_once_and_is_logged_afterwards(peer: Peer) -> None:
     assert call.told == [(7, error)]
     call.fail(error)
     assert call.told == [(7, error), "late"]
-
-
-
-
