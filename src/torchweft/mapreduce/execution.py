@@ -420,23 +420,26 @@ class MapFuture(OrderedFuture[T]):
         else:
             self.set_exception(error)
 
-    def wait(self) -> T:
+    def wait(self, timeout: float | None = None) -> T:
         """Blocks until all parts have ended and their results are reduced; returns the result.
 
         A wait while serving a call does not keep this worker from serving other calls.
 
+        Args:
+            timeout: Seconds that this wait may take; by default those of the map. 0 to look only.
+
         Raises:
-            CallTimeout: A part took too long.
+            CallTimeout: A part took too long; or the wait did, and the map goes on.
             WorkerLost: Workers were lost, and no worker is left to run the parts.
             ReduceError: The reducer failed.
             Exception: A part raised it.
         """
-        if not self.done():
+        if timeout is None and not self.done():
             with extending.waiting(self._waits):
                 while not self._over.wait(_LOOK_S):
                     if not extending.is_worker():  # What would end the map may never run.
                         self.cancel()
-        return super().wait()
+        return super().wait(timeout)
 
     def _waits(self) -> Sequence[Any]:
         execution = self._execution

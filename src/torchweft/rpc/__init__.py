@@ -25,7 +25,7 @@ from torchweft.rpc.api import (
     rpc_async,
     rpc_sync,
 )
-from torchweft.rpc.calls import Future, OrderedFuture, as_completed
+from torchweft.rpc.calls import Future, OrderedFuture
 from torchweft.rpc.collective import all_gather, barrier
 from torchweft.rpc.functions import async_execution
 from torchweft.rpc.joining import (
@@ -50,10 +50,12 @@ from torchweft.rpc.observed import (
 from torchweft.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchweft.rpc.serving import detached, is_cancelled, remaining_time
 from torchweft.rpc.streams import Merged, Stream, merged, stream
+from torchweft.rpc.waiting import AsCompleted, as_completed, wait
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",
     "Actors",
+    "AsCompleted",
     "BackendType",
     "CallStatus",
     "Future",
@@ -101,6 +103,7 @@ __all__ = [
     "stacks",
     "stream",
     "traffic",
+    "wait",
 ]
 
 sys.modules[f"{__name__}.constants"] = constants

@@ -45,7 +45,6 @@ from torchweft.rpc.calls import (
     FETCH,
     Destination,
     Future,
-    as_completed,
     call_and_wait,
     checked_call,
     create,
@@ -55,6 +54,7 @@ from torchweft.rpc.calls import (
     use,
 )
 from torchweft.rpc.serving import remaining_time, run_backward
+from torchweft.rpc.waiting import as_completed
 from torchweft.rpc.worker import WORKER, current_worker
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import contextlib
 import enum
 import math
 import queue
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from time import monotonic
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
-from torchweft.arguments import UNSET_RPC_TIMEOUT, check_type, kind_of, limit_of, wrong_type
+from torchweft.arguments import UNSET_RPC_TIMEOUT, kind_of, limit_of, wrong_type
 from torchweft.engine.codec.exceptions import fresh_copy
 from torchweft.engine.codec.functions import text_of
 from torchweft.engine.codec.tracebacks import drop_frames, shorten
@@ -36,7 +36,6 @@ from torchweft.engine.protocol.calls import Subject, nest
 from torchweft.engine.threads import device_streams
 from torchweft.engine.threads.device_streams import Mark
 from torchweft.engine.threads.interrupts import is_of_handler
-from torchweft.engine.threads.reports import first_names
 from torchweft.engine.worker import current as of_process
 from torchweft.engine.worker.agent import Agent
 from torchweft.engine.worker.calls import PendingCall, current_call
@@ -411,10 +410,35 @@ class OrderedFuture(torch.futures.Future[T]):
         """Completes the future with an error; each waiter raises a copy of the error."""
         fail(self, error)
 
-    def wait(self) -> T:
-        """Blocks until the future is done; returns its result, or raises its error."""
+    def wait(self, timeout: float | None = None) -> T:
+        """Blocks until the future is done; returns its result, or raises its error.
+
+        Args:
+            timeout: Seconds to wait at most; by default without a limit, 0 to look only.
+
+        Raises:
+            CallTimeout: It is not done by then; a later wait may get the result.
+        """
+        if timeout is not None and not self.done():
+            self._wait_within(timeout)
         value = cast("T", torch._C.Future.wait(self))
         return self._ordered(value) if device_streams.HAS_CUDA else value
+
+    def result(self, timeout: float | None = None) -> T:
+        """Does as ``wait``; the name that the futures of Python have for it."""
+        return self.wait(timeout)
+
+    def _wait_within(self, limit_s: float) -> None:
+        """Blocks until the future is done, or raises CallTimeout."""
+        done: queue.SimpleQueue[object] = queue.SimpleQueue()
+        # Bypasses Weft's class: being told of the end does not count as looking at the error.
+        torch._C.Future.add_done_callback(self, done.put)
+        limit_s = min(limit_s, remaining_time())
+        if next_done(done, monotonic() + limit_s, lambda: open_calls([self])) is None:
+            raise self._late(limit_s)
+
+    def _late(self, limit_s: float) -> CallTimeout:
+        return CallTimeout(f"the future is not done within {limit_s:.1f} s", elapsed_s=limit_s)
 
     def value(self) -> T:
         """Returns the result of a future that is done, or raises its error."""
@@ -448,7 +472,7 @@ class OrderedFuture(torch.futures.Future[T]):
         self._watch()
         loop = asyncio._get_running_loop()
         if loop is not None and str(getattr(callback, "__module__", "")).startswith("asyncio."):
-            of_asyncio = _OnLoop(loop, callback)
+            of_asyncio = OnLoop(loop, callback)
             self.__dict__.setdefault("_on_loops", []).append(of_asyncio)
             torch._C.Future.add_done_callback(self, of_asyncio)
         else:
@@ -459,7 +483,7 @@ class OrderedFuture(torch.futures.Future[T]):
 
     def remove_done_callback(self, callback: Callable[[Any], None]) -> int:
         """Takes back a callback of asyncio; returns how many there were. Others remain."""
-        callbacks: list[_OnLoop] = self.__dict__.get("_on_loops", [])
+        callbacks: list[OnLoop] = self.__dict__.get("_on_loops", [])
         removed = [each for each in callbacks if each.callback == callback]
         for each in removed:
             each.callback = None
@@ -505,7 +529,7 @@ def as_here(callback: Callable[[Any], S]) -> Callable[[Any], S]:
     return run
 
 
-class _OnLoop:
+class OnLoop:
     """A callback that runs on the event loop on whose thread it was added."""
 
     def __init__(
@@ -515,6 +539,7 @@ class _OnLoop:
         self.callback = callback
 
     def __call__(self, done: object) -> None:
+        """Has the callback run soon, on its loop."""
         try:
             self._loop.call_soon_threadsafe(self._run, done)
         except RuntimeError:  # The loop has been closed: nobody waits there any more.
@@ -723,24 +748,43 @@ class Future(OrderedFuture[T]):
         if guard is not None:
             guard.was_seen = True
 
-    def wait(self) -> T:
-        """Blocks until the call has ended, at most its timeout; returns its result.
+    def wait(self, timeout: float | None = None) -> T:
+        """Blocks until the call has ended, at most the time limit of the call; returns its result.
 
         The waiting thread reads the answer itself where it can, which saves a thread switch.
 
+        Args:
+            timeout: Seconds that this wait may take; by default those of the call. 0 to look only.
+                In a function that another worker has called, at most as long as its caller waits.
+
         Raises:
-            CallTimeout: There was no answer in time.
+            CallTimeout: There was no answer in time. The call goes on if only ``timeout`` has
+                passed, and a later wait may get the result; the future is ``done`` otherwise.
             WorkerLost: The callee was lost.
             Exception: The error of the remote function.
         """
         try:
             if not self.done():
-                self._worker.agent.calls.wait(self._call, may_complete=not self.is_watched)
+                if timeout is None:
+                    self._worker.agent.calls.wait(self._call, may_complete=not self.is_watched)
+                else:
+                    self._wait_within(timeout)
             value = cast("T", torch._C.Future.wait(self))
             return self._ordered(value) if device_streams.HAS_CUDA else value
         except Exception as error:
             shorten(error)
             raise
+
+    def _late(self, limit_s: float) -> CallTimeout:
+        call = self._call
+        name = calls.function_name(call.function)
+        return CallTimeout(
+            f"{name} on worker {call.worker_name!r} has not ended within {limit_s:.1f} s; the call "
+            "goes on, and may be waited for again",
+            worker=call.worker_name,
+            call=name,
+            elapsed_s=limit_s,
+        )
 
     def value(self) -> T:
         """Returns the result of a call that has ended.
@@ -780,7 +824,7 @@ class Future(OrderedFuture[T]):
                 waiter.set_result(None)
 
         self._watch()
-        torch._C.Future.add_done_callback(self, _OnLoop(loop, wake))
+        torch._C.Future.add_done_callback(self, OnLoop(loop, wake))
         waiter.add_done_callback(lambda ended: ended.cancelled() and self.cancel())
         yield from waiter.__await__()
         return self.value()
@@ -797,66 +841,7 @@ def ignore_errors(future: Future[Any]) -> None:
     future._watch()
 
 
-# Several futures
-
-AnyFuture = TypeVar("AnyFuture", bound=torch.futures.Future[Any])
-
-
-def as_completed(futures: Iterable[AnyFuture], timeout: float = 0.0) -> Iterator[AnyFuture]:
-    """Returns an iterator that yields each future as soon as it is done, failed or not.
-
-    The iterator blocks while none is done. ``wait`` of a future that it yields returns at once,
-    and raises the error of a call that failed. Each future is yielded once. Thread-safe; several
-    iterators may go over the same futures.
-
-    Args:
-        futures: Futures of calls, or any ``torch.futures.Future``.
-        timeout: Seconds from now until all are done; 0 for no limit. Calls end by themselves
-            after their own timeout. In a function that another worker has called, at most as long
-            as its caller waits.
-
-    Raises:
-        CallTimeout: The time is up; names the workers whose calls have not ended. Raised by the
-            iterator, which has yielded all futures done by then. The calls go on.
-        ArgumentTypeError: An element of ``futures`` is not a future.
-
-    Example::
-
-        futures = [rpc.rpc_async(worker, score, args=(batch,)) for worker in workers]
-        for future in rpc.as_completed(futures):
-            scores.append(future.wait())
-    """
-    pending = {id(future): future for future in _checked_futures(futures)}
-    limit_s = timeout if timeout > 0 else math.inf
-    if current_call.get() is not None:
-        limit_s = min(limit_s, remaining_time())
-    done: queue.SimpleQueue[AnyFuture] = queue.SimpleQueue()
-    for future in pending.values():
-        # Bypasses Weft's class: being told of the end does not count as looking at the error.
-        torch._C.Future.add_done_callback(future, done.put)
-    return _yielded(pending, done, monotonic(), limit_s)
-
-
-def _checked_futures(futures: Iterable[AnyFuture]) -> list[AnyFuture]:
-    if isinstance(futures, torch.futures.Future) or not isinstance(futures, Iterable):
-        raise wrong_type("futures", futures, "pass several futures, as a list")
-    found = list(futures)
-    for future in found:
-        check_type(future, torch.futures.Future, "an element of futures", "what rpc_async returns")
-    return found
-
-
-def _yielded(
-    pending: dict[int, AnyFuture],
-    done: queue.SimpleQueue[AnyFuture],
-    began_s: float,
-    limit_s: float,
-) -> Iterator[AnyFuture]:
-    while pending:
-        future = next_done(done, began_s + limit_s, lambda: open_calls(pending.copy().values()))
-        if future is None:
-            raise _timed_out(list(pending.values()), limit_s)
-        yield pending.pop(id(future))
+# Waiting for one of several
 
 
 def next_done(
@@ -878,14 +863,3 @@ def next_done(
     with waiting, contextlib.suppress(queue.Empty):
         return done.get(timeout=None if math.isinf(left_s) else max(left_s, 0.0))
     return None
-
-
-def _timed_out(pending: Sequence[torch.futures.Future[Any]], limit_s: float) -> CallTimeout:
-    workers = [future.worker_name for future in pending if isinstance(future, Future)]
-    on = f": on {first_names(workers)}" if workers else ""
-    calls = "1 call has" if len(pending) == 1 else f"{len(pending)} calls have"
-    return CallTimeout(
-        f"{calls} not ended within {limit_s:.1f} s{on}",
-        worker=workers[0] if workers else "",
-        elapsed_s=limit_s,
-    )

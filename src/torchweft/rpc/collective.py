@@ -36,7 +36,7 @@ from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import CallError, CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.rpc.api import rpc_async, rpc_sync
-from torchweft.rpc.calls import Destination, Future, as_completed, ignore_errors
+from torchweft.rpc.calls import Destination, Future, ignore_errors
 from torchweft.rpc.serving import (
     caller,
     check_types,
@@ -45,6 +45,7 @@ from torchweft.rpc.serving import (
     remaining_time,
     strict_caller,
 )
+from torchweft.rpc.waiting import as_completed
 
 T = TypeVar("T")
 

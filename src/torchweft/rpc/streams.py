@@ -60,7 +60,6 @@ from torchweft.rpc.api import RRef, check_method, method_name
 from torchweft.rpc.calls import (
     Destination,
     Future,
-    as_completed,
     call_and_wait,
     checked_call,
     ignore_errors,
@@ -76,6 +75,7 @@ from torchweft.rpc.serving import (
     method_of,
     remaining_time,
 )
+from torchweft.rpc.waiting import as_completed
 from torchweft.rpc.worker import WORKER, Worker
 
 if TYPE_CHECKING:
