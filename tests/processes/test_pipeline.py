@@ -58,7 +58,7 @@ from torchweft.pipeline import (
 )
 from torchweft.pipeline.host import Host
 from torchweft.pipeline.schedules import Kind
-from torchweft.rpc.api import Proxy
+from torchweft.rpc.proxies import Proxy
 
 # The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")

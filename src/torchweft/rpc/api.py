@@ -7,16 +7,15 @@ Python's call syntax, and has them checked.
 
 from __future__ import annotations
 
-import difflib
-import functools
+import asyncio
+import math
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from types import CodeType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from types import FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 import torch
-from torch import nn
 
 from torchweft.arguments import UNSET_RPC_TIMEOUT, limit_of, wrong_type
 from torchweft.engine.codec.exceptions import fresh_copy
@@ -33,7 +32,6 @@ from torchweft.errors import (
     ArgumentTypeError,
     CallTimeout,
     ConfigurationError,
-    MethodNotFound,
     NotOwner,
     SerializationError,
     WorkerLost,
@@ -45,6 +43,7 @@ from torchweft.rpc.calls import (
     FETCH,
     Destination,
     Future,
+    OnLoop,
     call_and_wait,
     checked_call,
     create,
@@ -52,6 +51,13 @@ from torchweft.rpc.calls import (
     reach,
     start,
     use,
+)
+from torchweft.rpc.proxies import (
+    CONSTRUCT,
+    Proxy,
+    check_method,
+    is_made_by_coroutine,
+    limit_of_method,
 )
 from torchweft.rpc.serving import remaining_time, run_backward
 from torchweft.rpc.waiting import as_completed
@@ -198,7 +204,7 @@ def remote(
 
     Args:
         to: As for ``rpc_sync``.
-        func: As for ``rpc_sync``.
+        func: As for ``rpc_sync``. The ``__init__`` of a class may be an ``async def``.
         args: As for ``rpc_sync``.
         kwargs: As for ``rpc_sync``.
         timeout: Accepted for compatibility.
@@ -214,7 +220,11 @@ def remote(
     """
     try:
         agent, peer = reach(to)
-        made = create(agent.slots[WORKER], peer, *checked_call(func, args, kwargs), timeout)
+        worker, call = agent.slots[WORKER], checked_call(func, args, kwargs)
+        if isinstance(func, type) and is_made_by_coroutine(func):
+            made = create(worker, peer, CONSTRUCT, call, {}, timeout, (str, func.__qualname__))
+        else:
+            made = create(worker, peer, *call, timeout)
         assert isinstance(made, RRef)
         if isinstance(func, type):
             made.value_type = func
@@ -363,8 +373,10 @@ class OnValue(Generic[V]):
         try:
             name = method_name(method)
             check_method(self._reference, name)
-            args = (name, *args)
-            return use(self._reference, way, CALL_METHOD, args, kwargs, self._timeout, name)
+            args, timeout = (name, *args), self._timeout
+            if timeout is UNSET_RPC_TIMEOUT:
+                timeout = limit_of_method(method)
+            return use(self._reference, way, CALL_METHOD, args, kwargs, timeout, name)
         except Exception as error:
             shorten(error)
             raise
@@ -685,7 +697,9 @@ class RRef(Handle, Generic[T]):
 
     The value lives for as long as a reference to it exists anywhere. A reference can be sent in
     arguments and results, alone or inside containers; the value then stays where it is.
-    References cannot be pickled in any other way, as the copy would not be counted.
+    References cannot be pickled in any other way, as the copy would not be counted. Two references
+    to one value are equal, wherever they have travelled, and may be keys of a dict. But a second
+    ``RRef(value)`` of the same object is another reference.
 
     Args:
         value: A value of this worker, which thereby becomes its owner.
@@ -731,18 +745,44 @@ class RRef(Handle, Generic[T]):
             owner = self.owner_name()
             with self.agent().reactor.waiting(parts):
                 if not owned.wait(timeout_s):
-                    raise CallTimeout(
-                        f"RPC ran for more than set timeout ({timeout_s * 1e3:.0f} ms): "
-                        f"the value of {self._keeper.describe(self.id)} is still being made",
-                        worker=owner,
-                        elapsed_s=time.monotonic() - began_s,
-                    )
+                    raise self._still_being_made(timeout_s)
         if owned.error is not None:
             raise fresh_copy(owned.error)
         value: T = owned.value
         if owned.mark is not None:
             device_streams.use(owned.mark, value)
         return value
+
+    def _still_being_made(self, timeout_s: float) -> CallTimeout:
+        return CallTimeout(
+            f"RPC ran for more than set timeout ({timeout_s * 1e3:.0f} ms): "
+            f"the value of {self._keeper.describe(self.id)} is still being made",
+            worker=self.owner_name(),
+            elapsed_s=timeout_s,
+        )
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        """Does as ``to_here``, in a coroutine: ``value = await reference``.
+
+        Other coroutines go on meanwhile. A coroutine that is cancelled gives only the copy up.
+        """
+        return self._fetched().__await__()
+
+    async def _fetched(self) -> T:
+        if not self.is_owner():
+            self._keeper.check_alive(self.id)
+            call = use(self, "async", FETCH, (), {}, UNSET_RPC_TIMEOUT, "to_here")
+            fetched: T = await call
+            return fetched
+        owned, limit_s = self._keeper.value_of(self.id), self.agent().default_timeout_s
+        limit_s = min(limit_s, remaining_time())
+        made = asyncio.Event()
+        owned.when_ready(OnLoop(asyncio.get_running_loop(), lambda _: made.set()))
+        try:
+            await asyncio.wait_for(made.wait(), None if math.isinf(limit_s) else limit_s)
+        except asyncio.TimeoutError:
+            raise self._still_being_made(limit_s) from None
+        return self._wait_for_value(limit_s)
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Returns a copy of the value, fetched from its owner; on the owner, the value itself.
@@ -773,6 +813,11 @@ class RRef(Handle, Generic[T]):
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Returns a proxy: its methods run on the owner, and return their results.
 
+        Where this worker has made the value with a class, an attribute that is no method is read,
+        as a copy: ``counter.rpc_sync().count``. That is a call, and blocks. Of other values a name
+        stands for a method, which raises if it is compared or asked for its truth. Attributes
+        cannot be set by a proxy.
+
         Editors and type checkers take the proxy for the value itself, whose methods they know. An
         ``async def`` returns its coroutine's result; only ``torchweft.rpc.on`` types that.
 
@@ -780,7 +825,7 @@ class RRef(Handle, Generic[T]):
             timeout: Seconds for each call; 0 for no limit, by default the ``rpc_timeout``.
 
         Raises:
-            MethodNotFound: By the proxy: the value is known to have no such method.
+            MethodNotFound: By the proxy: the value is known to have no such method or attribute.
             CallTimeout: By a method: it took longer.
             OwnerLost: By a method: the owner is lost, and the value with it.
             Exception: By a method: its own error.
@@ -848,63 +893,9 @@ class RRef(Handle, Generic[T]):
     def __deepcopy__(self, memo: object) -> RRef[T]:
         return self
 
-    def __repr__(self) -> str:
-        number = f"{self.id.creator}.{self.id.number}"
-        try:
-            return f"RRef({number} on {self.owner_name()!r})"
-        except Exception as error:
-            if is_of_handler(error):
-                raise
-            return f"RRef({number} on worker number {self.id.owner})"
-
 
 _FINDS_TENSORS = getattr(getattr(torch._jit_internal, "_extract_tensors", None), "__code__", None)
 """The code of the function by which PyTorch pickles the result of a future, to find tensors."""
-
-
-class Proxy:
-    """Calls the methods of a referenced value on the worker that owns it.
-
-    Args:
-        reference: The reference to the value.
-        way: ``sync``, ``async`` or ``remote``: what a method returns.
-        timeout: Seconds for each call; 0 for no limit, -1 for the worker's ``rpc_timeout``.
-    """
-
-    def __init__(self, reference: RRef[Any], way: str, timeout: float) -> None:
-        self._reference = reference
-        self._way = way
-        self._timeout = timeout
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            check_method(self._reference, name)
-        except AttributeError as error:
-            shorten(error)
-            raise
-        return functools.partial(self._call, name)
-
-    def __dir__(self) -> list[str]:
-        value_type = known_type(self._reference)
-        return [] if value_type is None else methods_of(value_type)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the value itself."""
-        return self._call("__call__", *args, **kwargs)
-
-    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        try:
-            args = (name, *args)
-            return use(self._reference, self._way, CALL_METHOD, args, kwargs, self._timeout, name)
-        except Exception as error:
-            shorten(error)
-            raise
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Proxy, (self._reference, self._way, self._timeout)
-
-    def __repr__(self) -> str:
-        return f"{self._reference!r}.rpc_{self._way}()"
 
 
 if TYPE_CHECKING:
@@ -920,81 +911,3 @@ if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Callable[..., RRef[Any]]: ...
         def __call__(self, *args: Any, **kwargs: Any) -> RRef[Any]: ...  # noqa: D102
-
-
-# The caller's knowledge of a referenced value: its class, and so its methods. ``remote(worker,
-# Model, ...)`` names the class of the value. A method that such a value cannot have is refused at
-# once. A name that is not in the class may still be an attribute of the object, set by ``__init__``
-# or by any other method. So a name counts as missing only if no method of the class can set it.
-
-_ANSWERS = frozenset("__getattr__ __getattribute__ __setattr__".split())
-"""Methods of a class that may make any name an attribute."""
-_SETS = _ANSWERS | frozenset("__dict__ add_module register_module setattr vars".split())
-"""Names by which a method can set attributes that its code does not name."""
-_WITHOUT_OWN = (object, nn.Module)
-"""Classes whose own methods set no callable attributes, except through the names above."""
-
-
-def known_type(reference: Handle) -> type | None:
-    """Returns the class of the value behind a reference, where this worker knows it."""
-    made_by: type | None = getattr(reference, "value_type", None)
-    return made_by
-
-
-def check_method(reference: Handle, name: str) -> None:
-    """Raises MethodNotFound if the value is known to have no such method."""
-    value_type = known_type(reference)
-    if value_type is None or hasattr(value_type, name):
-        return
-    if not is_made_plainly(value_type) or may_set(value_type, name):
-        return
-    text = f"{value_type.__qualname__!r} object has no attribute {name!r}: value of {reference!r}"
-    close = difflib.get_close_matches(name, methods_of(value_type), 1)
-    raise MethodNotFound(f"{text}; did you mean {close[0]!r}?" if close else text)
-
-
-def is_made_plainly(value_type: type) -> bool:
-    """Whether calling a class is just ``object.__new__`` and its ``__init__``."""
-    new: Any = value_type.__new__
-    return type(value_type).__call__ is type.__call__ and new is object.__new__
-
-
-def methods_of(value_type: type) -> list[str]:
-    """Returns the names of the public methods of a class."""
-    return [
-        name
-        for name in dir(value_type)
-        if not name.startswith("_") and callable(getattr(value_type, name, None))
-    ]
-
-
-@functools.lru_cache(maxsize=256)
-def may_set(value_type: type, name: str) -> bool:
-    """Whether methods of a class may give its objects an attribute of that name."""
-    for base in value_type.__mro__:
-        if base in _WITHOUT_OWN:
-            continue
-        held = vars(base)
-        if name in held.get("__annotations__", ()) or not _ANSWERS.isdisjoint(held):
-            return True
-        for code in _codes_of(held.values()):
-            used = code.co_names
-            # A constant may be the name of an annotation, or an argument of setattr elsewhere.
-            if name in used or name in code.co_consts or not _SETS.isdisjoint(used):
-                return True
-    return False
-
-
-def _codes_of(attributes: Any) -> Iterator[CodeType]:
-    """Yields the code of all functions among the attributes of a class, with nested code."""
-    todo = list(attributes)
-    while todo:
-        each = todo.pop()
-        if isinstance(each, CodeType):
-            yield each
-            todo += [part for part in each.co_consts if isinstance(part, CodeType)]
-        elif isinstance(each, property):
-            todo += [each.fget, each.fset]
-        else:
-            held = [getattr(each, name, None) for name in ("__code__", "__func__", "__wrapped__")]
-            todo += [part for part in held if part is not None]

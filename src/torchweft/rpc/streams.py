@@ -56,7 +56,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.free_threading import shared_count
-from torchweft.rpc.api import RRef, check_method, method_name
+from torchweft.rpc.api import RRef, method_name
 from torchweft.rpc.calls import (
     Destination,
     Future,
@@ -67,6 +67,7 @@ from torchweft.rpc.calls import (
     open_calls,
     start,
 )
+from torchweft.rpc.proxies import check_method
 from torchweft.rpc.serving import (
     TAKEN,
     check_called,

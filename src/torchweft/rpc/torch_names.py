@@ -37,7 +37,6 @@ from torchweft.engine.worker.rendezvous import check_answers, why_not_open
 from torchweft.engine.worker.rendezvous import open_store as open_own_store
 from torchweft.errors import CallError
 from torchweft.ids import ReferenceId
-from torchweft.rpc.api import Proxy as Proxy
 from torchweft.rpc.api import RRef
 from torchweft.rpc.calls import Future
 from torchweft.rpc.calls import RPCExecMode as RPCExecMode
@@ -54,6 +53,7 @@ from torchweft.rpc.options import (
     warn_of_ignored,
 )
 from torchweft.rpc.options import BackendOptions as BackendOptions
+from torchweft.rpc.proxies import Proxy as Proxy
 from torchweft.rpc.worker import current_worker
 
 _log = logging.getLogger("torchweft")

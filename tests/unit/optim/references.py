@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from torchweft.ids import ReferenceId
@@ -10,6 +11,11 @@ from torchweft.rpc import RRef
 
 class NoKeeper:
     """Stands in for the keeper of references: nothing is counted."""
+
+    agent = SimpleNamespace(peers={})
+
+    def state_of(self, reference: ReferenceId) -> str:
+        return ""
 
     def end_handle(self, reference: ReferenceId) -> None:
         pass

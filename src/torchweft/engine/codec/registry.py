@@ -92,6 +92,7 @@ remotely_callable = Mark(
     "torchweft.optim.local",
     "torchweft.rpc.collective",
     "torchweft.observe.examining",
+    "torchweft.rpc.proxies",
     "torchweft.rpc.serving",
     "torchweft.rpc.streams",
     "torchweft.observe.tracing.recorder",

@@ -188,7 +188,14 @@ class OwnerLost:
     reference: ReferenceId
 
 
-Action = Send | ReleaseValue | Confirmed | ValueGone | OwnerLost
+@dataclass(slots=True)
+class OnlyHere:
+    """The last other worker that used an own value has dropped it; handles here keep the value."""
+
+    reference: ReferenceId
+
+
+Action = Send | ReleaseValue | Confirmed | ValueGone | OwnerLost | OnlyHere
 """Every action of the machine."""
 
 
@@ -353,6 +360,8 @@ class OwnedValues:
         if entry is not None:
             if entry.users.get(user, version) < version:
                 del entry.users[user]
+                if entry.handles and not entry.users:
+                    self._outbox.tell(OnlyHere(reference))
             self._release_unused(reference, entry)
         self._outbox.send(user, DropAck(reference, version))
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import logging
 import math
 import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from torch.autograd.profiler import record_function
@@ -37,6 +39,8 @@ from torchweft.engine.worker.current import current, is_forked
 from torchweft.engine.worker.peers import Peer
 from torchweft.errors import NotInitialized, OwnerLost, ReferenceGone, WeftError
 from torchweft.ids import ReferenceId, WorkerInfo
+
+_log = logging.getLogger("torchweft")
 
 
 class OwnedValue:
@@ -136,6 +140,8 @@ class ReferenceKeeper:
         self._outgoing: defaultdict[int, list[Message]] = defaultdict(list)
         self._orphans: list[tuple[OwnedValue, WeftError]] = []
         self._ended: deque[ReferenceId] = deque()
+        self._only_here: deque[tuple[float, ReferenceId]] = deque()
+        """Values that only handles of this worker keep, and when to look why."""
         self._due_s = math.inf
         self.before_flush: Callable[[], None] = lambda: None
         """Sends messages that must precede the messages of the protocol."""
@@ -283,6 +289,17 @@ class ReferenceKeeper:
         if error is not None:
             # Raise a copy: the traceback of the kept error would keep frames alive.
             raise copy.copy(error)
+
+    def state_of(self, reference: ReferenceId) -> str:
+        """Returns what is the matter with a value, as far as this worker knows; else nothing."""
+        dead, owned = self._dead.get(reference), self._values.get(reference)
+        if dead is not None:
+            return "lost with its owner" if isinstance(dead, OwnerLost) else "released"
+        if owned is None:
+            return ""
+        if owned.error is not None:
+            return f"failed by {type(owned.error).__name__}"
+        return "" if owned.is_ready else "being made"
 
     # Shutdown
 
@@ -444,7 +461,22 @@ class ReferenceKeeper:
             self._lock.release()
         self._carry_out(outcome)
         self._send(outgoing)
+        while self._only_here and self._only_here[0][0] <= now_s:
+            _, reference = self._only_here.popleft()
+            self.agent.reactor.submit_task(self._look_into, reference)
         return self._due_s
+
+    def _look_into(self, reference: ReferenceId, _: object) -> None:
+        """Names a value in the log that keeps itself by a reference to itself; a task."""
+        owned = self._values.get(reference)
+        if owned is not None and reference in self._handles and _holds(owned.value, reference):
+            _log.warning(
+                "the value of %s, a %s, holds a reference to itself: no other worker uses it, and "
+                "it is kept until it drops that reference, or the group ends. An object that needs "
+                "a reference to itself for a call makes one there, by rpc.RRef(self)",
+                self.describe(reference),
+                type(owned.value).__qualname__,
+            )
 
     def _count_ended(self) -> None:
         while self._ended:
@@ -491,6 +523,8 @@ class ReferenceKeeper:
         elif isinstance(action, protocol.ReleaseValue):
             self._sites.pop(action.reference, None)
             return self._values.pop(action.reference, None)
+        elif isinstance(action, protocol.OnlyHere):
+            self._only_here.append((time.monotonic() + _LOOKS_AFTER_S, action.reference))
         elif isinstance(action, protocol.Confirmed):
             if action.reference in self._handles:
                 self._confirmed.add(action.reference)
@@ -539,6 +573,26 @@ class ReferenceKeeper:
                 self.agent.sender.post(self.agent.peers[to], frame)
             except Exception:  # The messages to the others go out nevertheless.
                 log_exception("messages about references to worker %d could not be sent", to)
+
+
+_LOOKS_AFTER_S = 1.0
+"""How long handles on this worker may outlive those of others before the value is looked into."""
+_MOST_LOOKED_AT = 10_000
+_LEADS_AWAY = (type, ModuleType, FunctionType, CodeType, FrameType)
+"""Objects that lead to those of the whole program."""
+
+
+def _holds(value: object, reference: ReferenceId) -> bool:
+    """Whether a value leads to a handle of a reference, among its first 10,000 objects."""
+    seen, todo = {id(value)}, deque([value])
+    while todo and len(seen) < _MOST_LOOKED_AT:
+        for each in gc.get_referents(todo.popleft()):
+            if isinstance(each, Handle) and each.id == reference:
+                return True
+            if id(each) not in seen and not isinstance(each, _LEADS_AWAY):
+                seen.add(id(each))
+                todo.append(each)
+    return False
 
 
 # Handles: one worker's uses of values that live on some worker. ``torchweft.rpc.RRef`` adds the
@@ -614,6 +668,29 @@ class Handle:
         if agent is not self._keeper.agent:
             raise ReferenceGone("this reference belongs to a group that has been shut down")
         return agent
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both refer to the same value: its class and its own ``==`` are of no matter."""
+        if not isinstance(other, Handle):
+            return NotImplemented
+        return self.id == other.id and self._keeper is other._keeper
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        kind = getattr(self, "value_type", None)
+        about = "" if kind is None else f": {kind.__qualname__}"
+        state = self._keeper.state_of(self.id)
+        return f"RRef({self.address()}{about}{', ' if state else ''}{state})"
+
+    def address(self) -> str:
+        """Returns the number of the reference and the owner, for messages. Never raises."""
+        number = f"{self.id.creator}.{self.id.number}"
+        owner = self._keeper.agent.peers.get(self.id.owner)
+        if owner is None:
+            return f"{number} on worker number {self.id.owner}"
+        return f"{number} on {owner.name!r}"
 
     def end_event(self, event: record_function) -> None:
         """Ends the profiler's event of the call that makes the value."""
