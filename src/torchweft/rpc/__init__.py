@@ -29,6 +29,7 @@ from torchweft.rpc.calls import Future, OrderedFuture
 from torchweft.rpc.collective import all_gather, barrier
 from torchweft.rpc.functions import async_execution
 from torchweft.rpc.joining import (
+    caller,
     get_rpc_timeout,
     get_worker_info,
     get_worker_infos,
@@ -44,6 +45,7 @@ from torchweft.rpc.observed import (
     WorkerStacks,
     WorkerState,
     health,
+    on_unseen_error,
     on_worker_lost,
     stacks,
 )
@@ -78,6 +80,7 @@ __all__ = [
     "as_completed",
     "async_execution",
     "barrier",
+    "caller",
     "constants",
     "detached",
     "expose",
@@ -94,6 +97,7 @@ __all__ = [
     "remaining_time",
     "remote",
     "on",
+    "on_unseen_error",
     "on_worker_lost",
     "register",
     "rpc_all",

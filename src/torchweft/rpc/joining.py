@@ -62,6 +62,7 @@ from torchweft.errors import (
 from torchweft.ids import WorkerInfo
 from torchweft.notice import heed_notice
 from torchweft.probe import network_id, own_address_towards
+from torchweft.rpc import serving
 from torchweft.rpc.node import Node, current_node, how_ended
 from torchweft.rpc.options import (
     Meeting,
@@ -293,6 +294,18 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
     """
     agent = current_agent.current()
     return agent.info if worker_name is None else agent.find(worker_name).info
+
+
+def caller() -> WorkerInfo:
+    """Returns the worker whose call the running code serves; this worker where no call is.
+
+    It is told by the connection: another worker cannot pretend to be it. Tasks of asyncio that a
+    function starts serve its call as well; threads that it starts serve none.
+
+    Raises:
+        NotInitialized: This process is in no group.
+    """
+    return serving.caller().info
 
 
 def get_worker_infos() -> list[WorkerInfo]:

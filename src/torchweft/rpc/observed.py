@@ -57,7 +57,7 @@ from torchweft.ids import WorkerInfo
 from torchweft.probe import own_address_towards
 from torchweft.reports import Devices, Route
 from torchweft.rpc.watching import Watcher
-from torchweft.rpc.worker import WORKER, Worker
+from torchweft.rpc.worker import WORKER, Worker, current_worker
 
 _MOST_FRAMES = 100
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -440,6 +440,36 @@ def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]
         if peer.lost is not None:
             agent.reactor.submit(lambda lost, _: tell(lost), peer)
     return lambda: agent.off_lost(tell)
+
+
+def on_unseen_error(callback: Callable[[BaseException], None]) -> Callable[[], None]:
+    """Calls ``callback`` with the error of each failed call whose result nobody has looked at.
+
+    That is a call of this worker, by ``rpc_async`` or ``remote``, whose future or reference was
+    dropped. Such errors are also logged, a moment later, and equal ones once. The callback runs on
+    a thread of this worker, and may block. Its own errors are logged. Calls that the program has
+    cancelled are left out. Errors that are still unseen come when this worker leaves its group.
+
+    Args:
+        callback: Is called with the error, as the future would have raised it.
+
+    Returns:
+        A function that removes the callback.
+
+    Raises:
+        NotInitialized: This process is in no group.
+    """
+    unseen = current_worker().unseen
+
+    def tell(error: BaseException) -> None:
+        callback(error)
+
+    unseen.callbacks = (*unseen.callbacks, tell)
+
+    def remove() -> None:
+        unseen.callbacks = tuple(each for each in unseen.callbacks if each is not tell)
+
+    return remove
 
 
 def health_of(agent: Agent, peer: Peer) -> WorkerHealth:

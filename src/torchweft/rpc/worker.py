@@ -629,6 +629,8 @@ class UnseenErrors:
         self._guards: weakref.WeakSet[Guard] = weakref.WeakSet()
         self._failed: deque[Report] = deque(maxlen=_QUEUE_LIMIT)
         self._untold: deque[Report] = deque()
+        self.callbacks: tuple[Callable[[BaseException], object], ...] = ()
+        """Called with each error as well."""
         agent.receiver.on(Kind.FAILED, self._on_message, inline=True)
         references.before_flush = self._tell_creators
         self._timer = agent.timers.add(self.tick)
@@ -687,10 +689,20 @@ class UnseenErrors:
             guards = list(self._guards)
         for guard in guards:
             guard.trip()
-        self._log_task(None, None)
+        self._log_task()
 
-    def _log_task(self, _: object, __: object) -> None:
-        _log_unseen(list(_taken(self._failed)), self._unpack_error)
+    def _log_task(self, *nothing: object) -> None:
+        found = [
+            (text, self._unpack_error(error) if isinstance(error, bytes) else error)
+            for text, error, _ in _taken(self._failed)
+        ]
+        _log_unseen(found)
+        for _, each in found:
+            for callback in self.callbacks:
+                try:
+                    callback(each)
+                except BaseException:
+                    log_exception("a callback of on_unseen_error failed")
 
 
 def _taken(queue: deque[Report]) -> Iterator[Report]:
@@ -700,14 +712,13 @@ def _taken(queue: deque[Report]) -> Iterator[Report]:
             yield queue.popleft()
 
 
-def _log_unseen(reports: Iterable[Report], read: Callable[[bytes], BaseException]) -> None:
+def _log_unseen(reports: Iterable[tuple[str, BaseException]]) -> None:
     """Logs reports; merges equal reports."""
     errors: dict[tuple[str, str], BaseException] = {}
     counts: Counter[tuple[str, str]] = Counter()
-    for text, error, _ in reports:
-        known = read(error) if isinstance(error, bytes) else error
-        key = (text, shown(known))
-        errors.setdefault(key, known)
+    for text, error in reports:
+        key = (text, shown(error))
+        errors.setdefault(key, error)
         counts[key] += 1
     for key in list(errors)[:_SHOWN_LIMIT]:
         times = f" ({counts[key]} times)" if counts[key] > 1 else ""
