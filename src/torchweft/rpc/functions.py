@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from torchweft.deferred import import_name
+from torchweft.rpc.proxies import LIMIT_MARK
 from torchweft.rpc.serving import ASYNC_MARK
 
 if TYPE_CHECKING:
@@ -21,11 +22,13 @@ __all__ = [
     "batched",
     "expect_calls",
     "is_async_execution",
+    "timeout",
 ]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_OF_BATCHES = frozenset(__all__) - {"async_execution", "is_async_execution"}
+M = TypeVar("M", bound=Callable[..., Any])
+_OF_BATCHES = frozenset(__all__) - {"async_execution", "is_async_execution", "timeout"}
 """Imported by programs that batch calls."""
 
 
@@ -62,6 +65,30 @@ def async_execution(
 def is_async_execution(function: Callable[..., Any]) -> bool:
     """Returns whether ``async_execution`` has marked a function."""
     return hasattr(function, ASYNC_MARK)
+
+
+def timeout(seconds: float) -> Callable[[M], M]:
+    """Sets the time limit of a method, for calls by a reference that have no ``timeout``.
+
+    It holds where the caller knows the method: in calls by ``rpc.on`` and ``rpc.actors``, and by a
+    reference that this worker has made with the class. Elsewhere the worker's ``rpc_timeout`` does.
+    The outermost decorator of the method.
+
+    Args:
+        seconds: The limit of each call; 0 for none.
+
+    Example::
+
+        class Simulator:
+            @functions.timeout(600)
+            def run(self, steps: int) -> Result: ...
+    """
+
+    def limited(method: M) -> M:
+        setattr(method, LIMIT_MARK, seconds)
+        return method
+
+    return limited
 
 
 def _name_after(wrapper: Any, function: Any) -> None:

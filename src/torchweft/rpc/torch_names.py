@@ -30,6 +30,9 @@ from torchweft.engine.codec.objects import pack as pack
 from torchweft.engine.codec.objects import unpack as unpack
 from torchweft.engine.codec.reducers import register_reducer as register_reducer
 from torchweft.engine.codec.registry import rebuilds_pickled as rebuilds_pickled
+from torchweft.engine.codec.registry import (
+    remotely_callable_unless_strict as remotely_callable_unless_strict,
+)
 from torchweft.engine.codec.tracebacks import places_of, shorten
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer

@@ -31,9 +31,8 @@ from torchweft.compat.rpc.names import RemoteProfilerManager
 from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.compat.waiting import _thread_local_var, _wait_all, note_future
 from torchweft.errors import ConfigurationError, NotInitialized, ShutdownError, WorkerLost
-from torchweft.extending import OrderedFuture, remotely_callable_unless_strict
 from torchweft.ids import WorkerInfo
-from torchweft.rpc import UNSET_RPC_TIMEOUT, constants, torch_names
+from torchweft.rpc import UNSET_RPC_TIMEOUT, OrderedFuture, constants, torch_names
 
 __all__ = [
     "AllGatherStates",
@@ -252,7 +251,7 @@ def _all_gather(
     return torch_names.gather("_all_gather", obj, worker_names, timeout, _broadcast_to_followers)
 
 
-@remotely_callable_unless_strict
+@torch_names.remotely_callable_unless_strict
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
     """Tells a follower all values. A program may put another function in its place there."""
     torch_names.tell(sequence_id, objects_map)

@@ -27,15 +27,13 @@ from torchweft.errors import (
     SerializationError,
 )
 from torchweft.extending import (
-    OrderedFuture,
     is_worker,
-    remotely_callable_unless_strict,
     when_ready,
     worker_of,
 )
 from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.rpc import UNSET_RPC_TIMEOUT, torch_names
+from torchweft.rpc import UNSET_RPC_TIMEOUT, OrderedFuture, torch_names
 from torchweft.rpc.functions import async_execution
 
 __all__ = ["PyRRef", "RRef", "RRefProxy"]
@@ -70,7 +68,6 @@ class RRefProxy(torch_names.Proxy):
 
     def __init__(self, rref: Any, rpc_api: Any, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         super().__init__(rref, _WAYS.get(getattr(rpc_api, "__name__", ""), rpc_api), timeout)
-        self._rref = rref
 
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         if self._way == "remote":
@@ -84,7 +81,7 @@ class RRefProxy(torch_names.Proxy):
 
     def _check_has(self, name: str) -> None:
         try:
-            value_type = self._rref._get_type(self._timeout)
+            value_type = self._reference._get_type(self._timeout)
         except SerializationError:
             return  # The class cannot be sent; using the result raises the error.
         if not issubclass(value_type, _SCRIPTED):
@@ -347,7 +344,7 @@ def _has_failed(future: AnyFuture) -> bool:
 # Requests to the workers that own the values
 
 
-@remotely_callable_unless_strict
+@torch_names.remotely_callable_unless_strict
 @async_execution
 def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
     """Returns a future that is done when a value of this worker has been made, or cannot be."""
@@ -357,7 +354,7 @@ def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
 when_made.has_no_event = True  # type: ignore[attr-defined]  # a step of ``remote``
 
 
-@remotely_callable_unless_strict
+@torch_names.remotely_callable_unless_strict
 def _rref_typeof_on_owner(reference: torchweft.rpc.RRef[Any]) -> Any:
     """Returns the type of a value of this worker, when the value has been made."""
     return when_ready(reference.id, partial(_typed, reference))
