@@ -10,7 +10,7 @@ import pytest
 
 from tests.thread_limits import no_new_threads
 from torchweft.errors import CallRefused
-from torchweft.rpc.worker import CoroutineRunner
+from torchweft.rpc.coroutines import CoroutineRunner
 
 LIMIT_S = 20.0
 

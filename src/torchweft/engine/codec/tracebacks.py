@@ -43,7 +43,7 @@ _TEXTS_LIMIT = 256
 _texts: dict[tuple[CodeType, int], str] = {}
 """The texts of frames, by the code and the place in it."""
 # They call functions of the program: an error raised in such a frame comes from the call itself.
-_CALLERS = frozenset(f"{_PACKAGE}.rpc.{name}" for name in ("serving", "worker"))
+_CALLERS = frozenset(f"{_PACKAGE}.rpc.{name}" for name in ("serving", "coroutines"))
 
 
 class RemoteTraceback(Exception):

@@ -13,8 +13,8 @@ import pytest
 from tests.fake_cuda import FakeCuda, FakeTensor, fake_cuda
 from torchweft.engine.threads.device_streams import ServedStreams, use
 from torchweft.engine.worker.references import OwnedValue
-from torchweft.rpc.streams import Source
-from torchweft.rpc.worker import CoroutineRunner
+from torchweft.rpc.coroutines import CoroutineRunner
+from torchweft.rpc.sources import Source
 
 LIMIT_S = 20.0
 
