@@ -15,7 +15,7 @@ from torchweft import rpc
 from torchweft.autograd.engine import current_engine
 from torchweft.engine.worker.current import current
 from torchweft.rpc.collective import current_gatherings
-from torchweft.rpc.streams import SOURCES
+from torchweft.rpc.sources import SOURCES
 from torchweft.rpc.worker import current_worker
 
 LIMIT_S = 20.0

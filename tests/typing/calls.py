@@ -5,7 +5,7 @@ A line with ``type: ignore`` has an error that mypy must find: an ignore without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -185,3 +185,20 @@ def batched_calls_actors_and_streams(x: Tensor) -> None:
     for stream, value in rpc.merged(streams):
         assert_type(stream, rpc.Stream[Tensor])
         assert_type(value, Tensor)
+
+
+async def in_coroutines(model: RRef[Model], x: Tensor) -> None:
+    assert_type(await model, Model)
+    calls = [rpc.rpc_async("w", scaled, args=(x,))]
+    async for future in rpc.as_completed(calls):
+        assert_type(await future, Tensor)
+    done, running = rpc.wait(calls, num_returns=1, timeout=1.0)
+    assert_type(done, list[Future[Tensor]])
+    assert_type(running[0].wait(timeout=1.0), Tensor)
+    assert_type(running[0].result(), Tensor)
+    async for number in rpc.stream("w", numbers, (3,)):
+        assert_type(number, int)
+
+
+async def numbers(count: int) -> AsyncIterator[int]:
+    yield count

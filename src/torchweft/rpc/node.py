@@ -42,7 +42,7 @@ from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.reporter import REPORTER, Reporter, write_report_on_signal
 from torchweft.rpc.serving import key_of
-from torchweft.rpc.streams import SOURCES, Sources
+from torchweft.rpc.sources import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 
 _log = logging.getLogger("torchweft")

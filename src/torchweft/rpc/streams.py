@@ -4,52 +4,32 @@ A consumer asks for each value by a call of its own, with the number of the valu
 So the calls that are open are the consumer's credit; a cancelled call, or a lost consumer, ends the
 stream; and values, errors and gradients travel as those of any call.
 
-A generator may keep modes of PyTorch, and locks, from one value to the next. So each has a thread
-of its own, which waits without a message to any worker until the next value is asked for.
+``torchweft.rpc.sources`` runs the generators.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from functools import partial
-from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
-from torch import Tensor
-
-from torchweft.arguments import UNSET_RPC_TIMEOUT, check_type, kind_of, limit_of, wrong_type
-from torchweft.autograd.contexts import current_id, enter, set_current_id
+from torchweft.arguments import UNSET_RPC_TIMEOUT, check_type, limit_of, wrong_type
+from torchweft.autograd.contexts import current_id, enter
 from torchweft.closing import Closing
 from torchweft.engine.codec.functions import describe
 from torchweft.engine.codec.registry import remotely_callable
 from torchweft.engine.codec.tracebacks import without_own_frames
-from torchweft.engine.threads import device_streams
-from torchweft.engine.threads.device_streams import Attached, ServedStreams, arguments_of
 from torchweft.engine.threads.interrupts import is_of_handler
-from torchweft.engine.threads.reports import log_exception
-from torchweft.engine.threads.thread_modes import (
-    has_dispatch_modes,
-    has_function_modes,
-    plain_operations,
-)
-from torchweft.engine.wire.messages import NO_GRAD
-from torchweft.engine.worker.agent import Agent, Slot
 from torchweft.engine.worker.calls import PendingCall, current_call
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import Peer
 from torchweft.engine.worker.references import Handle
 from torchweft.errors import (
-    ArgumentTypeError,
     CallCancelled,
-    CallRefused,
     CallTimeout,
     ConfigurationError,
     NotInitialized,
@@ -76,7 +56,8 @@ from torchweft.rpc.serving import (
     method_of,
     remaining_time,
 )
-from torchweft.rpc.waiting import as_completed
+from torchweft.rpc.sources import END, MOST_AHEAD, SOURCES
+from torchweft.rpc.waiting import Arrivals, as_completed, until_done
 from torchweft.rpc.worker import WORKER, Worker
 
 if TYPE_CHECKING:
@@ -85,9 +66,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger("torchweft")
-
-MOST_AHEAD = 4096
-"""How many values a consumer may ask for at a time."""
 
 _BEGIN = b"torchweft.rpc.streams:begin"
 _PULL = b"torchweft.rpc.streams:pull"
@@ -99,7 +77,8 @@ _numbers = shared_count(1)
 class Stream(Closing, Generic[T]):
     """The values of a remote generator, in order; made by ``stream``. For one thread at a time.
 
-    An iterator, and a context manager that closes it. Dropping it closes it as well.
+    An iterator, also an asynchronous one, and a context manager that closes it. Dropping it closes
+    it as well.
     """
 
     _is_asking = False
@@ -127,15 +106,12 @@ class Stream(Closing, Generic[T]):
         """Name of the worker that runs the generator."""
         return self._peer.name
 
-    def tell_next(self, news: queue.SimpleQueue[int], number: int) -> None:
-        """Puts a number into a queue, maybe at once, when ``next`` will not block."""
+    def tell_next(self, arrivals: Arrivals, number: int) -> None:
+        """Has a number arrive, maybe at once, when ``next`` will not block."""
         if self._pulled:
-            # Bypasses Weft's class: being told of the end does not count as looking at the error.
-            # Only C runs in the callback, which ignores its future: torch would drop what a signal
-            # handler raises in Python code there.
-            torch._C.Future.add_done_callback(self._pulled[0], partial(news.put, number))
+            arrivals.expect(self._pulled[0], number)
         else:
-            news.put(number)  # The stream has ended, or its worker is lost.
+            arrivals.put(number)  # The stream has ended, or its worker is lost.
 
     def _pull(self) -> None:
         self._is_asking = True
@@ -181,13 +157,7 @@ class Stream(Closing, Generic[T]):
                 for _ in as_completed([future], self.limit_s):
                     pass
             except CallTimeout as error:
-                raise CallTimeout(
-                    f"the stream of {self._name} on worker {self._peer.name!r} had no value within "
-                    f"{error.elapsed_s:.1f} s; it goes on, and the value may be taken later",
-                    worker=self._peer.name,
-                    call=self._name,
-                    elapsed_s=error.elapsed_s,
-                ) from None
+                raise self._late(error.elapsed_s) from None
         try:
             found = future.wait()
         except Exception as error:
@@ -204,6 +174,34 @@ class Stream(Closing, Generic[T]):
             pass  # The values that have come are still good; a later use raises.
         value: T = found[0]
         return value
+
+    def _late(self, limit_s: float) -> CallTimeout:
+        return CallTimeout(
+            f"the stream of {self._name} on worker {self._peer.name!r} had no value within "
+            f"{limit_s:.1f} s; it goes on, and the value may be taken later",
+            worker=self._peer.name,
+            call=self._name,
+            elapsed_s=limit_s,
+        )
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        """Does as ``__next__``, in a coroutine; other coroutines go on meanwhile.
+
+        A coroutine that is cancelled leaves the stream open, and the value may be taken later.
+
+        Raises:
+            StopAsyncIteration: The generator has ended, or the stream was closed.
+            Exception: As ``__next__``.
+        """
+        if self._pulled and not await until_done(self._pulled[0], self.limit_s):
+            raise self._late(self.limit_s)
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
 
     def close(self) -> None:
         """Ends the stream: values that are under way are dropped, the generator is closed.
@@ -248,7 +246,7 @@ def _subject_of(name: str) -> str:
 @without_own_frames
 def stream(
     to: Destination | RRef[Any],
-    func: Callable[..., Iterable[T]],
+    func: Callable[..., Iterable[T] | AsyncIterable[T]],
     args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
     *,
@@ -257,16 +255,17 @@ def stream(
 ) -> Stream[T]:
     """Runs a generator on another worker and returns an iterator over its values.
 
-    The generator runs in a thread of its own. It computes at most ``ahead`` values more than have
-    been taken, so a slow consumer slows it down. Values are sent one by one, like results of calls;
-    in an autograd context they are part of its graph. The generator ends when the stream is closed
-    or dropped, or when either worker is lost; its ``finally`` blocks run. Blocks until the
-    generator is made.
+    The generator runs in a thread of its own; an asynchronous one (``async def`` with ``yield``)
+    runs on the event loop of its worker, and is cancelled if it computes when the stream is closed.
+    It computes at most ``ahead`` values more than have been taken, so a slow consumer slows it
+    down. Values are sent one by one, like results of calls; in an autograd context they are part of
+    its graph. The generator ends when the stream is closed or dropped, or when either worker is
+    lost; its ``finally`` blocks run. Blocks until the generator is made.
 
     Args:
         to: The worker, as for ``rpc_sync``, or a reference to the object whose method it is.
-        func: A generator function, or any function that returns an iterable; for a reference, a
-            method as its class has it, ``Sampler.samples``.
+        func: A generator function, plain or ``async``, or any function that returns an iterable;
+            for a reference, a method as its class has it, ``Sampler.samples``.
         args: As for ``rpc_sync``.
         kwargs: As for ``rpc_sync``.
         ahead: How many values may be under way, from 1 to 4,096.
@@ -315,7 +314,8 @@ Failed = Callable[[Stream[T], Exception], object]
 class Merged(Closing, Generic[T]):
     """Values of several streams as they come; made by ``merged``. For one thread at a time.
 
-    An iterator of streams with their values, and a context manager that closes the streams.
+    An iterator of streams with their values, also an asynchronous one, and a context manager that
+    closes the streams.
     """
 
     def __init__(self, failed: Failed[T] | None, timeout: float | None) -> None:
@@ -326,7 +326,7 @@ class Merged(Closing, Generic[T]):
         self._is_taking = False
         """Whether a value is being taken, or this was interrupted."""
         # The numbers of streams, as a stream that nobody else holds must end with this object.
-        self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._arrivals = Arrivals()
 
     @property
     def streams(self) -> list[Stream[T]]:
@@ -345,7 +345,7 @@ class Merged(Closing, Generic[T]):
             raise ConfigurationError(f"{stream!r} is merged already")
         number = next(self._numbers)
         self._open[number] = stream
-        stream.tell_next(self._arrived, number)
+        stream.tell_next(self._arrivals, number)
 
     def __iter__(self) -> Self:
         return self
@@ -359,54 +359,76 @@ class Merged(Closing, Generic[T]):
             Exception: The error of a stream, which is left out from then on, unless ``failed``
                 takes it. The others may be iterated over further.
         """
-        if self._is_taking:
-            self._listen_again()
-        self._is_taking = True
+        self._begin_taking()
         while self._open:
-            try:
-                number = self._next_number()
-            except CallTimeout:
-                self._is_taking = False
-                raise
-            stream = self._open[number]
-            try:
-                value = next(stream)
-            except StopIteration:
-                del self._open[number]
-            except Exception as error:
-                if is_of_handler(error):
-                    raise
-                del self._open[number]
-                if self._failed is None:
-                    self._is_taking = False
-                    raise
-                self._failed(stream, error)
-            else:
-                stream.tell_next(self._arrived, number)
-                self._is_taking = False
-                return stream, value
+            limit_s = self._limit_now_s()
+            until_s = time.monotonic() + limit_s
+            taken = self._take(next_done(self._arrivals.queue, until_s, self._pulled), limit_s)
+            if taken is not None:
+                return taken
         raise StopIteration
 
-    def _listen_again(self) -> None:
-        """Asks all streams again for news: an interrupt may have lost some, at any step."""
-        self._arrived = queue.SimpleQueue()
-        for number, stream in self._open.items():
-            stream.tell_next(self._arrived, number)
+    def __aiter__(self) -> Self:
+        return self
 
-    def _next_number(self) -> int:
-        limit_s = self._limit_s
-        if limit_s is None:
-            limit_s = max(each.limit_s for each in self._open.values())
-        limit_s = min(limit_s, remaining_time())
-        number = next_done(self._arrived, time.monotonic() + limit_s, self._pulled)
+    async def __anext__(self) -> tuple[Stream[T], T]:
+        """Does as ``__next__``, in a coroutine; other coroutines go on meanwhile.
+
+        Raises:
+            StopAsyncIteration: All streams have ended.
+            Exception: As ``__next__``.
+        """
+        self._begin_taking()
+        while self._open:
+            limit_s = self._limit_now_s()
+            heads = [each._pulled[0] for each in self.streams if each._pulled]
+            number = await self._arrivals.next(time.monotonic() + limit_s, heads)
+            taken = self._take(number, limit_s)
+            if taken is not None:
+                return taken
+        raise StopAsyncIteration
+
+    def _begin_taking(self) -> None:
+        if self._is_taking:  # An interrupt may have lost some news, at any step.
+            self._arrivals = Arrivals()
+            for number, stream in self._open.items():
+                stream.tell_next(self._arrivals, number)
+        self._is_taking = True
+
+    def _take(self, number: int | None, limit_s: float) -> tuple[Stream[T], T] | None:
+        """Returns a stream that has news, and its next value; None if it has none any more."""
         if number is None:
+            self._is_taking = False
             raise CallTimeout(
                 f"none of these streams had a value within {limit_s:.1f} s: "
                 f"{', '.join(map(repr, self._open.values()))}",
                 worker=next(iter(self._open.values())).worker_name,
                 elapsed_s=limit_s,
             )
-        return number
+        stream = self._open[number]
+        try:
+            value = next(stream)
+        except StopIteration:
+            del self._open[number]
+        except Exception as error:
+            if is_of_handler(error):
+                raise
+            del self._open[number]
+            if self._failed is None:
+                self._is_taking = False
+                raise
+            self._failed(stream, error)
+        else:
+            stream.tell_next(self._arrivals, number)
+            self._is_taking = False
+            return stream, value
+        return None
+
+    def _limit_now_s(self) -> float:
+        limit_s = self._limit_s
+        if limit_s is None:
+            limit_s = max(each.limit_s for each in self._open.values())
+        return min(limit_s, remaining_time())
 
     def _pulled(self) -> list[PendingCall]:
         pulled = [each._pulled for each in self.streams]
@@ -461,265 +483,7 @@ def merged(
     return made
 
 
-# The worker of the generator
-
-END: tuple[Any, ...] = ()
-"""The answer after the last value; a value is in a tuple of its own."""
-
-
-class Source:
-    """One generator. Thread-safe.
-
-    Args:
-        name: Name of its thread.
-        iterator: Yields the values.
-        streams: The streams of the worker; the thread has one of its own on each GPU.
-        function: Name of the function that has made the iterator, for reports.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        iterator: Iterator[Any],
-        streams: ServedStreams | None = None,
-        function: str = "",
-    ) -> None:
-        self._function = function.encode()
-        self._iterator = iterator
-        self._streams = Attached(ServedStreams() if streams is None else streams)
-        self._mark = device_streams.mark() if device_streams.HAS_CUDA else None
-        self._given: Sequence[Any] = ()
-        if self._mark is not None:
-            self._given = device_streams.tensors_on_devices(arguments_of(iterator))
-        self._asked: dict[int, Any] = {}
-        self._next = 0
-        self._is_stopped = False
-        self._has_ended = False
-        self._changed = threading.Condition()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def pull(self, place: int, call: Any) -> None:
-        """Answers a call with the value at a place, as soon as it is computed.
-
-        Raises:
-            ConfigurationError: The place is before the next value, or too far ahead.
-        """
-        call.function = self._function
-        with self._changed:
-            if not self._has_ended:
-                if not self._next <= place < self._next + MOST_AHEAD or place in self._asked:
-                    raise ConfigurationError(
-                        f"value {place} of a stream was asked for, where {self._next} is the next; "
-                        f"at most {MOST_AHEAD} may be asked for ahead"
-                    )
-                self._asked[place] = call
-                self._changed.notify()
-                call.on_cancel(lambda _: self.stop())
-                return
-        call(END, None)
-
-    def stop(self) -> None:
-        """Ends the stream: the generator is closed where it waits. Never blocks for long."""
-        with self._changed:
-            self._is_stopped = True
-            self._changed.notify()
-
-    def _run(self) -> None:
-        try:
-            while self._await_pull():
-                if not self.answer_next():
-                    return
-            self._close()
-        finally:
-            self._streams.close()
-
-    def _await_pull(self) -> bool:
-        """Waits for the call for the next value; returns False if the stream was stopped."""
-        with self._changed:
-            while not (self.is_asked or self._is_stopped):
-                self._changed.wait()
-            return not self._is_stopped
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a call waits for the next value."""
-        return self._next in self._asked
-
-    def answer_next(self) -> bool:
-        """Computes the next value, for the call that waits for it; returns whether there was one.
-
-        After the last value, and after an error, the stream has ended.
-        """
-        with self._changed:
-            call = self._asked.pop(self._next)
-            self._next += 1
-        if self._answer(call):
-            return True
-        self._close()
-        return False
-
-    def _answer(self, call: Any) -> bool:
-        before = current_call.set(call)
-        set_current_id(0 if call.context_id == NO_GRAD else call.context_id)
-        self._streams.renew()
-        device_streams.use(self._mark, self._given)
-        self._mark, self._given = None, ()
-        try:
-            carrier = call.worker.carrier
-            if carrier is None:
-                value = next(self._iterator)
-            else:
-                value = carrier.around(call, partial(next, self._iterator))
-        except StopIteration:
-            call(END, None)
-        except BaseException as error:
-            call(None, error)
-        else:
-            # There may be modes of a block around the ``yield``.
-            has_modes = has_dispatch_modes() or has_function_modes()
-            with plain_operations() if has_modes else contextlib.nullcontext():
-                call((value,), None)
-            return True
-        finally:
-            current_call.reset(before)
-            self._streams.publish()
-        return False
-
-    def _close(self) -> None:
-        with self._changed:
-            self._has_ended = True
-            left, self._asked = list(self._asked.values()), {}
-        close: Callable[[], object] | None = getattr(self._iterator, "close", None)
-        del self._iterator  # Its objects end with the stream.
-        try:
-            if close is not None:
-                close()
-        except BaseException:
-            log_exception("a generator failed when its stream was closed")
-        for call in left:
-            if self._is_stopped:
-                call(None, CallCancelled("the stream was closed"))
-            else:
-                call(END, None)
-
-
-_MOST_GIVEN_UP = 1000
-"""How many streams may be ended before they are begun."""
-
-
-class Sources:
-    """The streams that one worker makes for others. Thread-safe.
-
-    Args:
-        agent: The worker's agent.
-        start: Has a source answer its calls, by default in its own thread.
-    """
-
-    def __init__(self, agent: Agent, start: Callable[[Source], None] | None = None) -> None:
-        self._agent = agent
-        self._start = start or (lambda source: source.thread.start())
-        self._sources: dict[tuple[int, int], Source] = {}
-        self._given_up: deque[tuple[int, int]] = deque(maxlen=_MOST_GIVEN_UP)
-        self._lock = threading.RLock()
-        self._is_closed = False
-
-    def begin(self, peer: Peer, number: int, values: Any, name: str) -> None:
-        """Begins a stream for a worker, under a number of its own.
-
-        Raises:
-            ArgumentTypeError: There is nothing to iterate over.
-            ConfigurationError: The worker has a stream of that number.
-            CallRefused: This worker is leaving.
-            CallCancelled: The consumer has closed the stream already.
-            RuntimeError: The system cannot start a thread now.
-        """
-        if isinstance(values, Tensor):
-            raise ArgumentTypeError(
-                f"{name} returned a tensor, which would be taken apart row by row; yield its parts"
-            )
-        try:
-            iterator = iter(values)
-        except TypeError:
-            fix = "a stream is of a generator or anything else that for loops take"
-            if isinstance(values, CoroutineType):
-                values.close()  # Otherwise Python warns that it was never awaited.
-            if isinstance(values, (Awaitable, AsyncIterable)):
-                fix += (
-                    "; write it without async: each stream has a thread of its own, which may wait"
-                )
-            raise ArgumentTypeError(
-                f"{name} returned {kind_of(values)}, which cannot be iterated over; {fix}"
-            ) from None
-        source = Source(
-            f"weft-{self._agent.info.name}-stream-{peer.name}-{number}",
-            iterator,
-            self._agent.served_streams,
-            name,
-        )
-        with self._lock:
-            if self._is_closed or peer.lost is not None:
-                raise CallRefused("the worker is shutting down; it begins no stream")
-            if (peer.id, number) in self._given_up:
-                raise CallCancelled("the stream was closed before it was begun")
-            if (peer.id, number) in self._sources:
-                raise ConfigurationError(f"worker {peer.name!r} has a stream {number} already")
-            self._forget_ended()
-            self._start(source)
-            self._sources[peer.id, number] = source
-
-    def _forget_ended(self) -> None:
-        for key in [key for key, each in self._sources.items() if not each.thread.is_alive()]:
-            del self._sources[key]
-
-    def open(self) -> list[Source]:
-        """Returns the streams that have not been ended."""
-        with self._lock:
-            return list(self._sources.values())
-
-    def find(self, peer: Peer, number: int) -> Source | None:
-        """Returns a stream of a worker; None if it has ended."""
-        return self._sources.get((peer.id, number))
-
-    def end(self, peer: Peer, number: int) -> None:
-        """Ends a stream of a worker, also one that is still to be begun."""
-        with self._lock:
-            source = self._sources.pop((peer.id, number), None)
-            if source is None:
-                self._given_up.append((peer.id, number))
-        if source is not None:
-            source.stop()
-
-    def peer_lost(self, peer: Peer) -> None:
-        """Ends all streams of a lost worker."""
-        with self._lock:
-            numbers = [number for owner, number in self._sources if owner == peer.id]
-        for number in numbers:
-            self.end(peer, number)
-
-    def close(self, limit_s: float) -> None:
-        """Ends all streams; waits for their threads, but not for code of the program.
-
-        Args:
-            limit_s: Seconds to wait at most.
-        """
-        with self._lock:
-            self._is_closed = True
-        sources = self.open()
-        for source in sources:
-            source.stop()
-        end_s = time.monotonic() + limit_s
-        for source in sources:
-            if source.thread is not threading.current_thread():
-                source.thread.join(max(end_s - time.monotonic(), 0.0))
-        stuck = [each.thread.name for each in sources if each.thread.is_alive()]
-        if stuck:
-            _log.warning("generators still running user code at shutdown: %s", ", ".join(stuck))
-
-
-SOURCES: Slot[Sources] = Slot()
-
-
-# Called by other workers.
+# The worker of the generator: functions that other workers call
 
 
 @remotely_callable

@@ -36,7 +36,7 @@ from torchweft.errors import ProtocolError
 from torchweft.rpc import RpcBackendOptions, RRef, remote, rpc_sync, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.node import Leaving
-from torchweft.rpc.streams import SOURCES, Sources
+from torchweft.rpc.sources import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 
 HONEST, VICTIM, FIRST = 0, 1, 2

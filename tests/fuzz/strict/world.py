@@ -36,7 +36,7 @@ from torchweft.optim.local import GroupPart
 from torchweft.rpc import RpcBackendOptions, RRef, serving
 from torchweft.rpc.codec import Request
 from torchweft.rpc.collective import GATHERINGS, Gatherings
-from torchweft.rpc.streams import SOURCES, Sources
+from torchweft.rpc.sources import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 
 ME, SENDER, OTHER = 0, 1, 2

@@ -281,8 +281,9 @@ def tensors_on_devices(*values: Any) -> list[Any]:
 
 
 def arguments_of(body: Any) -> list[Any]:
-    """Returns the arguments of a coroutine or generator that has not started."""
-    frame = getattr(body, "cr_frame", None) or getattr(body, "gi_frame", None)
+    """Returns the arguments of a coroutine, or of a generator of any kind, that has not started."""
+    kinds = ("cr_frame", "gi_frame", "ag_frame")
+    frame = next((found for kind in kinds if (found := getattr(body, kind, None))), None)
     if frame is None:
         return []
     found = frame.f_locals

@@ -129,14 +129,14 @@ def test_a_generator_comes_after_its_arguments_and_before_later_tasks(cuda: Fake
         yield cuda.compute()
 
     source = elsewhere(cuda, lambda: Source("test", values(cuda.compute()), streams))
-    source.thread.start()
+    source.start()
     first, second = Call(), Call()
     source.pull(0, first)
     source.pull(1, second)
     assert second.ended.wait(LIMIT_S)
     assert first.result == (((True, True),), None)
     source.stop()
-    source.thread.join(LIMIT_S)
+    source.join(LIMIT_S)
     ((made,), error) = second.result
     assert error is None
     assert made.stream is not cuda.default_stream(0)
