@@ -9,7 +9,7 @@ from torch import Tensor
 import torchweft.autograd
 from torchweft.autograd import get_gradients, is_available
 from torchweft.errors import AutogradError
-from torchweft.extending import AutogradContext, context_id_here, is_worker, this_worker
+from torchweft.extending import is_worker, this_worker
 from torchweft.ids import WORKER_SHIFT, scoped_id
 from torchweft.rpc import torch_names
 
@@ -20,7 +20,7 @@ class context(torchweft.autograd.context):
     """A ``torchweft.autograd.context`` that, like PyTorch's, does not nest."""
 
     def __enter__(self) -> int:
-        outer = context_id_here()
+        outer = torch_names.current_id()
         if outer:
             raise AutogradError(
                 f"Already have an autograd context id for this thread: {outer}; leave the `with "
@@ -76,7 +76,7 @@ class DistAutogradContext:
         context: The context itself.
     """
 
-    def __init__(self, context: AutogradContext) -> None:
+    def __init__(self, context: torch_names.Context) -> None:
         self._context = context
 
     def _context_id(self) -> int:
@@ -130,7 +130,7 @@ def _current_context() -> DistAutogradContext:
     Raises:
         AutogradError: The thread has no context.
     """
-    context_id = context_id_here()
+    context_id = torch_names.current_id()
     if not context_id:
         raise AutogradError("Current thread doesn't have a valid autograd context")
     return _retrieve_context(context_id)

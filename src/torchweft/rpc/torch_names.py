@@ -22,7 +22,9 @@ from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
 from torchweft import knobs
 from torchweft.arguments import UNSET_RPC_TIMEOUT
-from torchweft.autograd.contexts import Context, current_id, set_current_id
+from torchweft.autograd.contexts import Context as Context
+from torchweft.autograd.contexts import current_id as current_id
+from torchweft.autograd.contexts import set_current_id
 from torchweft.autograd.engine import current_engine
 from torchweft.autograd.local_pass import enable_zeros
 from torchweft.engine.codec.exceptions import as_runtime_error, chain

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.extending import is_async_execution
-from torchweft.rpc.functions import async_execution
+from torchweft.rpc.functions import async_execution, is_async_execution
 from torchweft.rpc.torch_names import RPCExecMode, pack, register_reducer, unpack
 from torchweft.rpc.torch_names import build_key as _build_rpc_profiling_key
 
