@@ -19,10 +19,11 @@ from tests.unit.rpc.pair import Pair, pair_of
 from torchweft import rpc
 from torchweft.autograd.contexts import enter
 from torchweft.engine.codec import tensors as tensor_tables
+from torchweft.engine.codec.objects import pack
 from torchweft.engine.worker import peers, tensor_messages
 from torchweft.engine.worker.current import current
 from torchweft.engine.worker.peers import HOST, DeviceMaps, Peer
-from torchweft.engine.worker.tensor_messages import own_copy
+from torchweft.engine.worker.tensor_messages import LocalMessage, own_copy
 from torchweft.errors import SerializationError
 from torchweft.nn import owner
 
@@ -186,6 +187,29 @@ def test_a_copy_on_another_device_is_like_one_on_the_same(
             assert each.requires_grad == plain.requires_grad
             assert each.is_leaf == plain.is_leaf
             assert isinstance(each, nn.Parameter) == isinstance(plain, nn.Parameter)
+
+
+def own_message(*tensors: Tensor) -> LocalMessage:
+    return LocalMessage(None, *pack(tensors, main_by_name=True))
+
+
+def test_own_messages_follow_the_map_for_the_own_name(pair: Pair) -> None:
+    worker = pair.caller
+    leaf = torch.ones(2, requires_grad=True)
+    computed = leaf * 2
+    message = own_message(leaf, computed)
+    assert worker.decoder.open_own(message, 5)[1] is computed
+    worker.agent.me.device_maps = DeviceMaps(
+        "worker0", {HOST: torch.device("meta")}, {HOST: torch.device("meta")}
+    )
+    placed = worker.decoder.open_own(message, 5)
+    assert [each.is_meta for each in placed] == [True] * 2
+    assert placed[0].grad_fn is not None
+    assert placed[1].grad_fn.next_functions[0][0] is computed.grad_fn
+    # The answer comes back, and what does not move is passed on as it is.
+    back = worker.decoder.open_own(message, 5, is_answer=True)
+    assert back[0] is leaf
+    assert back[1] is computed
 
 
 @contextlib.contextmanager

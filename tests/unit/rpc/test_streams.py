@@ -5,7 +5,10 @@ import weakref
 from collections import deque
 from typing import Any
 
-from torchweft.rpc import Stream, merged
+import pytest
+
+from torchweft.errors import CallTimeout
+from torchweft.rpc import Merged, Stream, merged
 from torchweft.rpc.calls import OrderedFuture, fail
 
 LIMIT_S = 20.0
@@ -54,6 +57,19 @@ class Scripted(Stream[int]):
 
     def __del__(self) -> None:
         pass
+
+
+def named(found: Merged[int], count: int) -> list[tuple[str, int]]:
+    return [(stream.worker_name, value) for stream, value in (next(found) for _ in range(count))]
+
+
+def test_no_value_in_time() -> None:
+    one = Scripted("one")
+    found = merged([one], timeout=0.01)
+    with pytest.raises(CallTimeout, match=r"none of these streams .* 0.0 s: Scripted\(one\)"):
+        next(found)
+    one.come(3)
+    assert named(found, 1) == [("one", 3)]
 
 
 def test_it_closes_its_streams_and_does_not_keep_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ from torchweft.nn.owner import Step
 from torchweft.optim import clipping, local
 from torchweft.optim.local import GroupPart, Saved
 from torchweft.rpc import RRef, collective
+from torchweft.rpc.calls import CALL_METHOD
 from torchweft.rpc.collective import Key
 
 ROWS = torch.ones(1, 2)
@@ -284,6 +286,28 @@ def test_tensors_that_are_malformed_answer_the_call_or_end_the_connection(world:
         world.worker.reply_error = lambda peer, number, error: errors.append(error)  # type: ignore[method-assign]  # noqa: B023
         refusal = world.receive(Frame(Kind.CALL, flags, 7, control, ()))
         assert isinstance(refusal or errors[0], ProtocolError)
+
+
+def test_arguments_of_methods_and_modules_are_counted_from_the_programs_first(world: World) -> None:
+    lock = threading.Lock()
+    method = (1, 0, 7, None, "name")
+    for function, args, kwargs, place in (
+        (CALL_METHOD, (*method, 1, [lock]), {}, "args[1][0]"),
+        (CALL_METHOD, (*method, lock), {"key": 1}, "args[0]"),
+        (CALL_METHOD, method, {"name": lock}, "kwargs['name']"),
+        (owner.run, (1, 0, 7, None, "cpu", None, lock), {}, "args[0]"),
+        (owner.run, (1, 0, 7, None, "cpu", None, 1, 2, lock), {}, "args[2]"),
+        (
+            owner.run,
+            (1, 0, 7, None, "cpu", (Step(len, (lock,), {}),)),
+            {},
+            "kwargs['steps'][0].args[0]",
+        ),
+    ):
+        for peer in (world.sender, world.agent.me):
+            with pytest.raises(SerializationError) as caught:
+                world.worker.encoder.request(peer, function, args, kwargs, 1.0)
+            assert str(caught.value).startswith(f"{place} "), (function, peer)
 
 
 def test_a_function_in_a_call_is_registered(world: World) -> None:
