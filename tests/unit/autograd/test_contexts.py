@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 
-from torchweft.autograd.contexts import Context, Contexts
+from torchweft.autograd.contexts import Contexts
 from torchweft.errors import AutogradError
-
-
-def test_a_context_keeps_sent_tensors_whose_gradients_torch_retains() -> None:
-    # A pass must not come to one in the moment in which a thread that has sent it drops it.
-    context = Context(1, 0)
-    leaf = torch.ones(2, requires_grad=True)
-    retained, other = leaf * 2, leaf * 3
-    retained.retain_grad()
-    context.record_send([other, retained, leaf], 1)
-    of_retained, of_other = weakref.ref(retained), weakref.ref(other)
-    del retained, other
-    assert of_other() is None
-    assert of_retained() is not None
-    context.clear()
-    assert of_retained() is None
 
 
 def test_released_context_does_not_come_back() -> None:

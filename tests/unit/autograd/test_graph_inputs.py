@@ -50,15 +50,6 @@ def node_of(tensor: Tensor) -> object:
     return place_of(tensor)[0]
 
 
-def test_a_pass_ends_at_a_tensor_behind_which_there_is_no_other() -> None:
-    worker = Worker()
-    weight = leaf() * 2
-    worker.call(weight)
-    input_gradients = worker.input_gradients(weight)
-    assert node_of(weight) in input_gradients.stops
-    assert input_gradients.passed == []
-
-
 def test_a_pass_goes_through_a_tensor_behind_which_there_is_another_here() -> None:
     worker = Worker()
     first = leaf()
@@ -66,23 +57,6 @@ def test_a_pass_goes_through_a_tensor_behind_which_there_is_another_here() -> No
     input_gradients = worker.input_gradients(second, first)
     assert input_gradients.passed == [place_of(second)]
     assert list(input_gradients.stops) == [node_of(first)]
-
-
-def test_replaced_results_are_gone_on_from_in_the_order_of_the_program() -> None:
-    worker = Worker()
-    first = worker.call(leaf())
-    second = worker.call(first * 2)
-    replaced = {place_of(first): leaf() * 1, place_of(second): leaf() * 1}
-    input_gradients = worker.input_gradients(replaced=replaced, for_inputs=False)
-    assert input_gradients.goes_on
-    sink = input_gradients.sink_beside(lambda pairs, borrowed: None)
-    started = []
-    sink([(place_of(second), torch.full((2,), 2.0))], ())  # type: ignore[list-item]
-    for roots in input_gradients.further_roots():
-        started.append([gradient.tolist() for gradient in roots.gradients])
-        if len(started) == 1:  # The first pass leads to `first`.
-            sink([(place_of(first), torch.full((2,), 3.0))], ())  # type: ignore[list-item]
-    assert started == [[[2.0, 2.0]], [[3.0, 3.0]]]
 
 
 @pytest.mark.parametrize(

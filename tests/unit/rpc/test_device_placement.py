@@ -17,7 +17,10 @@ from torch.distributed import HashStore
 
 from tests.unit.rpc.pair import Pair, pair_of
 from torchweft import rpc
+from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import enter
+from torchweft.autograd.graph import roots_of
+from torchweft.autograd.replay import Replay
 from torchweft.engine.codec import tensors as tensor_tables
 from torchweft.engine.codec.objects import pack
 from torchweft.engine.worker import peers, tensor_messages
@@ -117,6 +120,29 @@ def test_gradients_go_against_the_direction_of_their_message(
     assert torch.equal(gradients[leaf], torch.full((size,), 3.0))
     # That of the answer goes like a call, that of the argument like an answer.
     assert arrived == [call, answer]
+
+
+def cube(value: Tensor) -> Tensor:
+    return value**3
+
+
+def test_gradients_of_gradients(pair: Pair, arrived: list[int | None]) -> None:
+    leaf = torch.full((3,), 2.0, requires_grad=True)
+    with context_of(pair) as context_id:
+        engine = pair.caller.engine
+        # Squared, so that the gradient of the answer has a graph as well.
+        result = (pair.sync(cube, leaf) ** 2).sum()
+        mode = PassMode(retain_graph=True, create_graph=True, for_inputs=True)
+        (first,) = Replay(engine, context_id, roots_of([result])).gradients_of([leaf], mode)
+        assert first is not None
+        arrived.clear()
+        last = mode._replace(create_graph=False)
+        (second,) = Replay(engine, context_id, roots_of([first.sum()])).gradients_of([leaf], last)
+    assert second is not None
+    assert torch.equal(second, torch.full((3,), 480.0))
+    # Every message of the caller goes like a call, and every one of the callee like an answer.
+    assert arrived
+    assert set(arrived) == {CALL, ANSWER}
 
 
 # Errors

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thorough import examples
-from torchweft.engine.codec.exceptions import as_runtime_error, fresh_copy, pack_error, unpack_error
+from torchweft.engine.codec.exceptions import as_runtime_error, pack_error, unpack_error
 from torchweft.engine.codec.objects import pack_plain
 from torchweft.engine.codec.tracebacks import PRINTS_NOTES, RemoteTraceback, places_of
 from torchweft.errors import CallTimeout, RemoteError, WeftError
@@ -210,35 +210,6 @@ def test_an_error_that_names_a_function_is_not_read() -> None:
     assert isinstance(arrived, RemoteError)
     assert "print" in str(arrived)
     assert isinstance(unpack_error(pickle.dumps(("w", []))), RemoteError)
-
-
-def both(error: BaseException) -> BaseException:
-    return as_runtime_error(unpack_error(pack_error(raised(error), "w")))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyError("missing"),
-        FileNotFoundError(2, "no such file", "/data"),
-        AssertionError("not ready"),
-        ValueError("bad"),
-        StopIteration(3),
-        UnicodeDecodeError("utf-8", b"x", 0, 1, "no"),
-        Keyword(code=3, where="here"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_an_error_is_what_it_was_and_a_runtime_error(error: Exception) -> None:
-    arrived: Any = both(error)
-    for each in (arrived, fresh_copy(arrived)):
-        assert isinstance(each, RuntimeError)
-        assert isinstance(each, type(error))
-        assert type(each).__name__ == type(error).__name__
-        assert (str(each), each.args) == (str(error), error.args)
-        assert {**vars(each), "__notes__": []} == {**vars(error), "__notes__": []}
-    if isinstance(error, OSError):
-        assert (arrived.errno, arrived.filename) == (2, "/data")
 
 
 def test_what_is_one_already_or_cannot_be_one_stays() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from tests.tables import cases
 from tests.unit.engine.codec import admitted
@@ -65,24 +64,6 @@ class _Model:
 def test_objects_of_other_classes_do_not() -> None:
     with pytest.raises(NotAllowed, match="_Model"):
         trip(([_Model()],))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.ones(2),
-        lambda: nn.Parameter(torch.ones(2)),
-        lambda: torch.ones(2).to_sparse(),
-        lambda: torch.quantize_per_tensor(torch.ones(2), 0.5, 3, torch.quint8),
-        lambda: torch.empty(2, device="meta"),
-    ],
-)
-def test_tensors_come_through_without_an_entry(make: Callable[[], torch.Tensor]) -> None:
-    tensor = make()
-    arrived = trip([tensor], make_reader(["json"], False, "ps"))[0]
-    assert (type(arrived), arrived.dtype) == (type(tensor), tensor.dtype)
-    assert arrived.layout == tensor.layout
 
 
 # Attacks

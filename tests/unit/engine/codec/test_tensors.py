@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -14,7 +13,7 @@ from torch.nn import Parameter
 
 from tests.tables import cases
 from tests.thorough import examples
-from tests.unit.engine.codec.trips import copies, object_trip, random_tensor, raw
+from tests.unit.engine.codec.trips import copies, random_tensor, raw
 from torchweft.engine.codec import tensors as codec
 from torchweft.engine.codec.tensors import (
     CODES,
@@ -279,24 +278,6 @@ def test_views_of_one_storage_go_on_sharing_it(
 # Buffers
 
 
-def test_rebuilt_tensors_share_the_given_memory_and_keep_it_alive() -> None:
-    class Memory(bytearray):
-        """A bytearray that can be referenced weakly."""
-
-    table, buffers = describe([torch.ones(2, 2)])
-    memory = Memory(copies(buffers)[0])
-    (tensor,), _ = rebuild(read(table), [memory])
-    memory[:4] = b"\0\0\0\0"
-    assert tensor[0, 0] == 0
-    tensor[1, 1] = 0
-    assert memory[12:] == b"\0\0\0\0"
-    alive = weakref.ref(memory)
-    del memory
-    assert alive() is not None
-    del tensor
-    assert alive() is None
-
-
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -393,28 +374,3 @@ def test_tensors_on_a_device_are_put_there(monkeypatch: pytest.MonkeyPatch, shar
     check_all(rebuilt, tensors)
     rebuilt[0].zero_()
     assert rebuilt[1].any() != shared
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.empty(0, 3),
-        lambda: torch.empty(0, 3).t(),
-        lambda: torch.ones(2, 3),
-        lambda: torch.eye(3).to_sparse(),
-        lambda: torch.eye(3).to_sparse_csr(),
-        lambda: torch.empty(0, dtype=torch.bfloat16),
-    ],
-)
-def test_tensors_of_the_host_arrive_there_whatever_the_default_device_is(
-    make: Callable[[], Tensor],
-) -> None:
-    sent = make()
-    with torch.device("meta"):
-        received = object_trip(sent)
-        small = encode_tensors([sent])
-        others = [] if small is None else decode_tensors(small[0], 0)[0]
-    for each in (received, *others):
-        assert each.device.type == "cpu"
-        assert torch.equal(each.to_dense(), sent.to_dense())

@@ -213,45 +213,6 @@ def test_anything_else_is_refused_with_its_place_and_type(value: Any) -> None:
     assert not isinstance(value, np.ndarray) or f"no numpy.ndarray of dtype {value.dtype};" in text
 
 
-def read_only(array: Any) -> Any:
-    array.flags.writeable = False
-    return array
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        np.arange(6.0).reshape(2, 3),
-        np.arange(6.0).reshape(2, 3).T,
-        np.arange(6)[::2],
-        np.zeros((0, 3)),
-        np.array(3),
-        np.array(["a", "bc"]),
-        np.array(["2020-01-01"], dtype="M8[D]"),
-        np.arange(3, dtype=">i4"),
-        np.arange(20_000.0),
-        np.arange(20_000.0).reshape(100, 200).T,
-        np.arange(40_000.0).reshape(100, 400)[:, ::3],
-        np.arange(20_000, dtype=">i4"),
-        np.arange(20_000).astype("M8[s]"),
-        np.array(["a", "bcd"] * 5_000),
-        read_only(np.arange(20_000)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("packer", [pack, pack_plain])
-def test_arrays_survive(value: Any, packer: Any) -> None:
-    packed = packer([value, 1], main_by_name=True)
-    assert len(packed.payload) < 1000  # The memory of a large one travels as that of a tensor.
-    arrived = unpack(packed.payload, packed.tensors, packed.externals)[0]
-    assert type(arrived) is np.ndarray
-    assert (arrived.dtype, arrived.shape) == (value.dtype, value.shape)
-    assert np.array_equal(arrived, value)
-    assert arrived.flags.writeable
-    if value.flags.contiguous or value.flags.f_contiguous:
-        assert arrived.flags.f_contiguous == value.flags.f_contiguous
-
-
 @cases(
     "call",
     [

@@ -58,21 +58,6 @@ def test_a_failure_aborts_and_names_worker_and_operation() -> None:
     assert driver.progressed(ran(ROOTS)) == []
 
 
-# -------------------------------------------------------------------------------- a participant
-
-
-def test_progress_goes_along_with_gradients_to_the_driver_rather_than_elsewhere() -> None:
-    participant = Participant(1, 0)
-    assert participant.receive(0, Gradients(A1, ["g"])) == [Apply(Gradients(A1, ["g"]))]
-    outgoing = [(2, B1, ["a"]), (0, 5, ["b"]), (2, B2, ["c"])]
-    assert participant.worked(outgoing, ran(A1, B1, 5, B2)) == [
-        Send(2, Gradients(B1, ["a"])),
-        Send(0, Gradients(5, ["b"], ran(A1, B1, 5, B2))),
-        Send(2, Gradients(B2, ["c"])),
-    ]
-    assert participant.worked([], Progress()) == []
-
-
 # ------------------------------------------------------------------------- both, in any order
 
 WORKERS = range(4)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.tables import cases
-from torchweft.engine.protocol.connecting import Hello, Purpose, Terms, Verdict
+from torchweft.engine.protocol.connecting import Hello, Purpose, Verdict
 from torchweft.errors import ProtocolError
 
 
@@ -26,18 +26,6 @@ from torchweft.errors import ProtocolError
 def test_a_greeting_without_sense_is_an_error(facts: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
         Hello.from_facts(facts)
-
-
-@pytest.mark.parametrize("purpose", [Purpose.LINK, Purpose.RESUME, Purpose.PROBE])
-def test_a_greeting_about_a_session_has_its_terms_as_the_acceptor_sees_them(
-    purpose: Purpose,
-) -> None:
-    said = Hello.about(purpose, 3, Terms("name", True, 4), position=7)
-    assert (said.purpose, said.to, said.position) == (purpose, 3, 7)
-    assert said.terms == Terms("name", False, 4)
-    without = Hello.about(purpose, 3, None)
-    assert without == Hello(purpose, 3)
-    assert without.terms is None
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))

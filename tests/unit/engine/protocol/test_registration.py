@@ -4,21 +4,16 @@ import json
 
 import pytest
 
-from tests.tables import cases
 from torchweft.engine.protocol.registration import (
     Directory,
     Registration,
     assemble,
-    differences,
     why_apart,
     why_not_by_value,
 )
 from torchweft.errors import (
     ConfigurationError,
-    DuplicateName,
     ProtocolError,
-    RendezvousError,
-    RendezvousTimeout,
 )
 
 
@@ -29,25 +24,6 @@ def registration(rank: int, name: str = "") -> Registration:
 
 def group(*ranks: int) -> dict[int, Registration]:
     return {rank: registration(rank) for rank in ranks}
-
-
-def test_a_directory_survives() -> None:
-    directory = assemble(group(0, 1, 2), 3, "token", 0.5)
-    assert Directory.decode(directory.encode()) == directory
-    for error in (
-        RendezvousTimeout("late", (0, 2)),
-        RendezvousError("apart"),
-        DuplicateName("same"),
-        ConfigurationError("wrong"),
-    ):
-        refusal = Directory.refused(error)
-        assert Directory.decode(refusal.encode()) == refusal
-        made = refusal.error(1.5)
-        assert (type(made), str(made)) == (type(error), str(error))
-    timeout = Directory.refused(RendezvousTimeout("late", (0, 2))).error(1.5)
-    assert isinstance(timeout, RendezvousTimeout)
-    assert (timeout.missing, timeout.elapsed_s) == ((0, 2), 1.5)
-    assert type(Directory("", (), "no", "SystemExit").error(0.0)) is RendezvousError
 
 
 def placed(rank: int, network: object, *, is_far: bool, has_secret: bool) -> Registration:
@@ -74,27 +50,6 @@ def running(rank: int, versions: object) -> Registration:
 
 
 HERE = {"Python": "3.11", "torch": "2.13.0+cpu", "Weft": "0.1.0"}
-
-
-@cases(
-    ("versions", "told"),
-    [
-        (HERE, ""),
-        ({**HERE, "torch": "2.13.0+cu126"}, ""),
-        ({**HERE, "torch": "2.12.1"}, "torch 2.12.1 (here 2.13.0+cpu)"),
-        (
-            {"Python": "3.12", "torch": "2.13.0", "Weft": "0.2.0"},
-            "Python 3.12 (here 3.11), Weft 0.2.0 (here 0.1.0)",
-        ),
-        ({}, ""),
-        ({"Python": 3, "torch": None, "Weft": [1], "other": "x"}, ""),
-        (["3.12"], ""),
-        (None, ""),
-        ({"Weft": "9" * 1000}, f"Weft {'9' * 32} (here 0.1.0)"),
-    ],
-)
-def test_versions_that_differ_are_named(versions: object, told: str) -> None:
-    assert differences(running(0, HERE), running(1, versions)) == told
 
 
 def test_functions_by_value_stay_within_one_minor_version_of_python() -> None:

@@ -6,11 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.tables import cases
-from tests.thorough import examples
 from torchweft.engine.protocol.registration import (
     DEVICES,
     NO_DEVICES,
@@ -28,25 +25,6 @@ def settings_of(
     maps: dict[str, DeviceNames] | None = None, *listed: str, count: int | None = 2
 ) -> Devices:
     return Devices(maps or {}, listed, count)
-
-
-@settings(max_examples=examples(60))
-@given(
-    st.dictionaries(
-        st.text(max_size=3),
-        st.dictionaries(st.sampled_from(["cpu", *CUDA]), st.sampled_from(["cpu", *CUDA])),
-    ),
-    st.lists(st.sampled_from(CUDA)),
-    st.none() | st.integers(0, 9),
-)
-def test_settings_survive_a_registration(
-    maps: dict[str, DeviceNames], listed: list[str], count: int | None
-) -> None:
-    devices = Devices(maps, tuple(listed), count)
-    sent = Registration("a", 0, (), facts=devices.as_facts())
-    received = Registration.decode(sent.encode())
-    assert received == sent  # A worker finds itself in the directory by this.
-    assert received.devices == (devices if maps or listed else NO_DEVICES)
 
 
 @cases(

@@ -32,20 +32,6 @@ def came(strangers: Strangers[int], *connections: int) -> Admissions[int]:
     return done + strangers.all_came()
 
 
-def test_beyond_the_limit_the_oldest_goes_and_its_thread_serves_the_latest() -> None:
-    strangers = Vouchers().of(2)
-    came(strangers, 1)
-    came(strangers, 2)
-    assert came(strangers, 3) == [(TURN_OUT, 1)]
-    assert strangers.ended(1) == [(BEGIN, 3)]
-
-
-def test_of_those_that_come_together_the_latest_are_served() -> None:
-    strangers = Vouchers().of(2)
-    closed = [(CLOSE, 1), (CLOSE, 2), (CLOSE, 3)]
-    assert came(strangers, 1, 2, 3, 4, 5) == [*closed, (BEGIN, 5), (BEGIN, 4)]
-
-
 def test_in_a_fast_flood_a_served_connection_has_time() -> None:
     """Four connections come while one thread becomes free."""
     limit = 8
