@@ -1,4 +1,4 @@
-"""Tests the embedding example: its data, its measures of quality, its options and its picture."""
+"""Tests the measure of quality of the embedding example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the meta-learning example: its tasks, inner steps and command-line options."""
+"""Tests the inner steps of the meta-learning example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests where passes start, and walks: reached nodes, and components of sends."""
+"""Tests where passes start, and components of sends."""
 
 from __future__ import annotations
 

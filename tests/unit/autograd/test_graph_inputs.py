@@ -1,4 +1,4 @@
-"""Tests where a pass for given inputs ends, and which tensors it passes through."""
+"""Tests which tensors a pass for given inputs passes through, and what has no gradient."""
 
 from __future__ import annotations
 

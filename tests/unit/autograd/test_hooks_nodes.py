@@ -1,4 +1,4 @@
-"""Tests hooks of accumulating nodes: they are called once, with the sum."""
+"""Tests prehooks of accumulating nodes: the context gets what they return."""
 
 from __future__ import annotations
 

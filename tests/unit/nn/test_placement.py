@@ -1,4 +1,4 @@
-"""Tests the accepted forms of ``remote_device``."""
+"""Tests the refused forms of ``remote_device``."""
 
 from __future__ import annotations
 

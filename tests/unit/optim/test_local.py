@@ -1,4 +1,4 @@
-"""Tests the local optimizer of an owner, with made-up gradients."""
+"""Tests that the local optimizer of an owner leaves ``.grad`` as it was."""
 
 from __future__ import annotations
 

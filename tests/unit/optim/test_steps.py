@@ -1,4 +1,4 @@
-"""Steps are seen by hooks and profilers, and cost nothing for them where there are none."""
+"""Steps are seen by hooks of all optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tensors of calls, answers, posts and gradients arrive, with CUDA devices that are faked.
+"""Where tensors of calls, answers and gradients arrive, with CUDA devices that are faked.
 
 A tensor is on the CPU all the time. The maps send it to a device whose index says which way it
 went, and the receiver notes that device and stays on the CPU.

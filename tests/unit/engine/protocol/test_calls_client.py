@@ -1,4 +1,4 @@
-"""The calls that a worker makes: each event, and the races between two events."""
+"""The calls that a worker makes: the callee alone answers one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device maps as texts: registered, read back, and checked in a group."""
+"""Device maps as texts: malformed ones, and those that do not fit the group."""
 
 from __future__ import annotations
 

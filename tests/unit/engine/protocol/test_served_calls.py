@@ -1,4 +1,4 @@
-"""Served calls: known from arrival to end, run at most once, answered if a caller waits."""
+"""Errors of served calls: one ends a call once, or takes the place of an outcome."""
 
 from __future__ import annotations
 

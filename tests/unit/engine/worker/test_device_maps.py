@@ -1,4 +1,4 @@
-"""The maps between two workers: chains, inverses, and tensors that no map has."""
+"""The maps between two workers: one direction alone, and tensors that no map has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open calls that end while their request is made, and waits with any time limit."""
+"""Open calls that end while their request is made, or whose parent has just ended."""
 
 from __future__ import annotations
 

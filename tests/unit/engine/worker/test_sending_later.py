@@ -1,4 +1,4 @@
-"""A message that is not urgent travels with the next one to the same worker, or soon by itself."""
+"""A message that is not urgent goes to no worker that is lost."""
 
 from __future__ import annotations
 

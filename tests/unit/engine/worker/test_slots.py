@@ -1,4 +1,4 @@
-"""A worker's objects, found by typed keys."""
+"""A worker's objects, each made once."""
 
 from __future__ import annotations
 
