@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
@@ -36,11 +37,12 @@ from torchweft.pipeline.schedules import (
     ScheduleZBVZeroBubble,
     Span,
     Table,
+    TableError,
     Timeline,
     predict,
 )
 from torchweft.pipeline.schedules.table import chain
-from torchweft.pipeline.schedules.timeline import measured_costs
+from torchweft.pipeline.schedules.timeline import measured_costs, report
 
 
 def timeline(schedule: AnySchedule, n_workers: int) -> Timeline:
@@ -132,6 +134,11 @@ def test_times_are_those_of_another_model(drawn: Any, data: st.DataObject) -> No
     assert found == expected
 
 
+def test_a_table_that_stops_is_refused() -> None:
+    with pytest.raises(TableError, match="1B0 waits for 1F0"):
+        predict(Table.from_csv("0F0,0B0\n1B0,1F0"), Costs.uniform(2))
+
+
 def test_costs_are_checked() -> None:
     with pytest.raises(ConfigurationError, match=r"no duration for 1F0: set duration_s\[1, Kind"):
         predict(Schedule1F1B(1).table(2), Costs.uniform(1))
@@ -181,6 +188,28 @@ def test_a_value_that_comes_before_its_maker_is_done_takes_no_time() -> None:
     assert measured_costs([Timeline(table, rows)]).latency_s == 0
 
 
+def test_a_report_has_a_line_for_each_worker() -> None:
+    table = TABLES[1]
+    slow = predict(table, Costs.uniform(3, latency_s=1))
+    fast = predict(table, Costs.uniform(3))
+    names = ["a", "worker-of-a-long-name", "c"]
+    lines = report([slow, slow], fast, names, (3, 2, 9)).splitlines()
+    assert lines[0] == "Schedule1F1B, 2 steps measured"
+    assert [line.split()[0] for line in lines[3:]] == [*names, "all", "step"]
+    assert lines[5].split()[1:] == [
+        f"{100 * slow.idle_shares[2]:.1f}",
+        "%",
+        f"{100 * fast.idle_shares[2]:.1f}",
+        "%",
+        "9",
+        "1",
+    ]
+    assert lines[-1].split()[1:] == [f"{slow.makespan_s:.2f}", "s", "24.00", "s"]
+    # Numbers stand under their headings.
+    ends = [line.index(" %") for line in lines[3:7]]
+    assert all(before == after for before, after in pairwise(ends))
+
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -223,6 +252,31 @@ def test_every_action_has_a_box_and_a_label_that_fit(table: Table) -> None:
         assert all(after[0] >= before[1] - 0.11 for before, after in pairwise(row))
         assert all(right - left >= 6 * 2 for left, right in row)
         assert max(right for _, right in row) < width < 4100
+
+
+def test_the_title_has_the_idle_share_and_the_axis_the_time() -> None:
+    picture = drawn(DRAWN[0])
+    title = "Schedule1F1B: 4 workers, 4 stages, 8 micro-batches, 27.3 % idle"
+    assert texts(picture, "title") == [title]
+    assert texts(picture, "tick") == ["0", "5", "10", "15", "20", "25", "30"]
+    assert texts(picture, "name") == ["worker 0", "worker 1", "worker 2", "worker 3", "time"]
+    assert texts(picture, "note") == ["forward", "backward"]
+
+
+def test_timelines_are_drawn_below_each_other_on_one_axis() -> None:
+    table = DRAWN[0]
+    slow = replace(predict(table, Costs.uniform(4, forward_s=2)), is_measured=True)
+    fast = predict(table, Costs.uniform(4))
+    both, alone = ElementTree.fromstring(slow.svg(fast)), ElementTree.fromstring(slow.svg())
+    assert texts(both, "title") == [slow.title, fast.title]
+    assert texts(both, "name") == [f"worker {n}" for n in (0, 1, 2, 3)] * 2 + ["time"]
+    assert texts(alone, "name")[-1] == "time, s"
+    rows = list(boxes(both).values())
+    assert len(rows) == 8
+    scales = [max(end for row in half for _, end in row) - 78 for half in (rows[:4], rows[4:])]
+    assert scales[0] / scales[1] == pytest.approx(slow.makespan_s / fast.makespan_s, rel=0.01)
+    _, _, _, height = map(float, both.attrib["viewBox"].split())
+    assert max(boxes(both)) + 26 < height
 
 
 def test_a_name_is_no_markup() -> None:
