@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchweft.errors import CallTimeout, WorkerLost
 from torchweft.hybrid import trainers
-from torchweft.hybrid.trainers import Collectives, Reducer, Reductions
+from torchweft.hybrid.trainers import Reductions, Trainers
 
 TRAINERS = 4
 Future = Any
@@ -54,16 +54,6 @@ class Group:
             future.set_result([gradients * TRAINERS])
 
 
-class Counted(Collectives):
-    """Counts collectives, and knows who is missing without asking."""
-
-    def __init__(self) -> None:
-        self.limit_s, self.begun = math.inf, 0
-
-    def missing(self, what: str, began_s: float) -> CallTimeout:
-        return CallTimeout(f"{what}, number {self.begun}", worker="absent")
-
-
 class Waits(threading.Condition):
     """Does something when a pass begins to wait."""
 
@@ -80,15 +70,24 @@ class Waits(threading.Condition):
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     found = Group()
-    monkeypatch.setattr(trainers.distributed, "get_world_size", lambda _: TRAINERS)
     monkeypatch.setattr(trainers.distributed, "all_reduce", found.all_reduce)
     monkeypatch.setattr(trainers, "tell_losses", lambda *_: None)
     monkeypatch.setattr(trainers, "is_there", lambda worker: worker == "back")
     return found
 
 
-def made(*, averages: bool = True, reducer: Reducer | None = None) -> Reductions:
-    return Reductions("trainers", ["ps0", "back"], Counted(), averages=averages, reducer=reducer)
+def made(*, averages: bool = True, **hook: Any) -> Reductions:
+    made = Reductions(
+        Trainers("trainers", tuple("abcd"), 0),
+        "token",
+        "m",
+        ["ps0", "back"],
+        math.inf,
+        averages=averages,
+        **hook,
+    )
+    made._ask = lambda: {"absent": f"is after {made.begun - 1}"}  # type: ignore[method-assign]
+    return made
 
 
 def backward(found: Reductions, *buckets: Bucket) -> list[Future]:
@@ -123,11 +122,11 @@ def test_a_pass_that_waits_too_long_says_who_is_missing(group: Group, ended_by: 
     found = made()
     found._changed = Waits(lambda: None)
     if ended_by == "limit":
-        found._turns.limit_s = 0.01
+        found._limit_s = 0.01
     else:
         error = RuntimeError("Timed out waiting 8000ms for recv operation to complete")
         found._changed = Waits(lambda: group.open[0][0].set_exception(error))
-    with pytest.raises(CallTimeout, match="the all-reduce of a backward pass, number 1") as caught:
+    with pytest.raises(CallTimeout, match=r"all-reduce of .* 'absent', which is after 0") as caught:
         backward(found, Bucket(0, 1.0))
     assert caught.value.worker == "absent"
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from torchweft import rpc
-from torchweft.engine.protocol.observing import Reading, lead_of
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.pipeline import recording
 from torchweft.pipeline.recording import Notes, Recording, StepNotes, WorkerNotes, timelines_of
 from torchweft.pipeline.schedules import ScheduleGPipe, Table, Timeline
 from torchweft.probe import clock_id
+from torchweft.reports import Reading, lead_of
 
 TABLE = ScheduleGPipe(1).table(2)
 EDGES = ((0, 1),)
