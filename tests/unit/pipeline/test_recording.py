@@ -14,7 +14,7 @@ from torchweft.pipeline import recording
 from torchweft.pipeline.recording import Notes, Recording, StepNotes, WorkerNotes, timelines_of
 from torchweft.pipeline.schedules import ScheduleGPipe, Table, Timeline
 from torchweft.probe import clock_id
-from torchweft.reports import Reading, lead_of
+from torchweft.reports import lead_of
 
 TABLE = ScheduleGPipe(1).table(2)
 EDGES = ((0, 1),)
@@ -55,8 +55,8 @@ def test_steps_that_one_worker_did_not_complete_are_left_out() -> None:
     assert len(timelines_of(table_of, EDGES, notes, [0.0, -70.0])) == 2
 
 
-def reading(error_s: float, ahead_s: float) -> Reading:
-    return Reading(5.0, 5.0 + error_s + ahead_s, 5.0 + 2 * error_s)
+def reading(error_s: float, ahead_s: float) -> tuple[float, float, float]:
+    return (5.0, 5.0 + error_s + ahead_s, 5.0 + 2 * error_s)
 
 
 def test_another_clock_is_read_by_the_shortest_call(monkeypatch: pytest.MonkeyPatch) -> None:
