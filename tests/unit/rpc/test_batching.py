@@ -29,9 +29,19 @@ def recursive(values: Tensor) -> Tensor:
     return recursive(values)
 
 
+@batched
+def reading_nothing() -> None:
+    """Takes nothing, returns nothing."""
+
+
 def test_a_batch_that_waits_for_itself_is_refused(pair: Pair) -> None:
     with pytest.raises(ConfigurationError, match="within a batch of its own"):
         recursive(torch.ones(1))
+
+
+def test_a_function_without_arguments(pair: Pair) -> None:
+    assert pair.sync(reading_nothing) is None
+    assert batch_statistics(reading_nothing).sizes == {1: 1}
 
 
 def test_mistakes() -> None:

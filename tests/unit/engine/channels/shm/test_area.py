@@ -8,6 +8,7 @@ import pytest
 
 from torchweft.engine.channels import shm as layout
 from torchweft.engine.channels.shm import SLABS_OFFSET, Area, attach, create
+from torchweft.engine.io.ring import create_sealed
 
 MIB = 1 << 20
 
@@ -74,6 +75,15 @@ def test_memory_that_could_be_cut_off_is_not_used() -> None:
     try:
         os.ftruncate(descriptor, 4 * MIB)
         with pytest.raises(OSError, match="not sealed"):
+            attach(descriptor, bytes(16))
+    finally:
+        os.close(descriptor)
+
+
+def test_memory_too_small_is_not_used() -> None:
+    descriptor = create_sealed("test", 4096)
+    try:
+        with pytest.raises(OSError, match="too few"):
             attach(descriptor, bytes(16))
     finally:
         os.close(descriptor)
