@@ -200,7 +200,8 @@ def test_a_peer_that_listens_and_does_not_speak_is_waited_for_and_not_lost(
     """The peer's kernel accepts the connection; the peer is busy, or stopped."""
     sides = make_sides(0.02)
     began_s = time.monotonic()
-    with pytest.raises(HandshakeTimeout, match=r"too long|timed out|no time left"):
+    # On a busy machine, no time may be left for the first attempt.
+    with pytest.raises((HandshakeTimeout, Unreachable), match=r"too long|timed out|no time left"):
         sides[0].connector.connect(sides[0].peers[1], began_s + 0.3)
     assert time.monotonic() - began_s < 0.3 + LIMIT_S / 2
     assert sides[0].peers[1].lost is None
