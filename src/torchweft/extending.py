@@ -25,6 +25,7 @@ from torchweft.arguments import UNSET_RPC_TIMEOUT
 from torchweft.autograd.contexts import current_id as context_id_here
 from torchweft.engine.codec import objects, registry
 from torchweft.engine.codec.functions import describe as function_name
+from torchweft.engine.codec.functions import name_of
 from torchweft.engine.codec.registry import remotely_callable
 from torchweft.engine.io.secure import TlsOptions
 from torchweft.engine.threads import device_streams
@@ -52,7 +53,6 @@ from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.reporter import REPORTER
 from torchweft.rpc.serving import (
     WhenReady,
-    check_called,
     check_caller,
     check_types,
     owned,
@@ -295,6 +295,24 @@ def caller() -> Member:
     function starts serve no call.
     """
     return serving.caller()
+
+
+def check_called(function: Callable[..., Any]) -> None:
+    """Checks that this worker runs a function that another worker calls, or has sent.
+
+    A component uses it before it runs a function for its caller; or where others would fail later,
+    and perhaps unseen, because the program has not registered the function.
+
+    Raises:
+        NotAllowed: This worker refuses calls of it; names the option that admits it.
+    """
+    reader = current_worker().reader
+    if reader.is_strict:
+        reader.check_called(function)
+    elif reader.is_restricted:
+        name = name_of(function, main_by_name=True)
+        if name is not None:
+            reader.resolve(name)
 
 
 def served_call() -> object:

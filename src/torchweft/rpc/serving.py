@@ -579,16 +579,10 @@ def check_caller(names: Sequence[str], what: str) -> None:
         )
 
 
-def check_called(function: Callable[..., Any]) -> None:
-    """Checks that this worker runs a function that another worker calls, or has sent.
-
-    A component uses it before it runs a function for its caller; or where others would fail later,
-    and perhaps unseen, because the program has not registered the function.
-
-    Raises:
-        NotAllowed: This worker refuses calls of it; names the option that admits it.
-    """
-    current_worker().reader.check_called(function)
+def check_called(function: Any) -> None:
+    """Raises NotAllowed if a function in the arguments of a call may not be called."""
+    if serves_another_strictly():
+        current_worker().reader.check_called(function)
 
 
 def check_types(**arguments: tuple[Any, type | tuple[type, ...]]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from tests.tables import cases
 from tests.unit.optim.references import Held, reference
 from torchweft.errors import MethodNotFound
-from torchweft.rpc.api import Proxy, check_method
+from torchweft.rpc.proxies import Proxy, check_method
 
 
 class Plain:
@@ -145,4 +145,4 @@ def test_a_method_that_cannot_be_there_is_refused(value_type: type, name: str) -
 )
 def test_a_method_that_may_be_there_is_asked_for(value_type: type, name: str) -> None:
     check_method(to(value_type), name)
-    assert hasattr(Proxy(to(value_type), "sync", 0), name)
+    assert hasattr(Proxy(to(value_type), "async", 0), name)

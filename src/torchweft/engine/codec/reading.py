@@ -46,7 +46,6 @@ from torchweft.engine.codec import (
 from torchweft.engine.codec.functions import (
     describe,
     import_module,
-    name_of,
     resolve,
     text_of,
     unknown,
@@ -80,7 +79,7 @@ class Reader:
     unpack_error: Callable[[Any], BaseException] = staticmethod(exceptions.unpack_error)
 
     def check_called(self, function: Any) -> None:
-        """Raises NotAllowed if another worker may not call a function of this worker."""
+        """Raises NotAllowed if a function that a message contains may not be called."""
 
 
 TRUSTING = Reader()
@@ -315,12 +314,6 @@ class AllowList(_Restricted):
         return self._found(*self._locate(text), text)
 
     resolve_value = resolve
-
-    def check_called(self, function: Any) -> None:
-        """Raises NotAllowed if another worker may not call a function of this worker."""
-        name = name_of(function, main_by_name=True)
-        if name is not None:
-            self.resolve(name)
 
     def find_global(self, module: str, path: str) -> Any:
         """Returns the object that a global in a pickle, or in the record of an error, names.
@@ -613,7 +606,7 @@ class StrictNames(_Restricted):
         return self.resolve_value(f"{without_alias(module)}:{path}".encode())
 
     def check_called(self, function: Any) -> None:
-        """Raises NotAllowed if another worker may not call a function of this worker."""
+        """Raises NotAllowed if a function that a message contains may not be called."""
         if not (self._own.has(function) or registry.registered.has(function)):
             self._refuse_name(describe(function).encode(errors="backslashreplace"))
 
