@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import base64
 import json
 import logging
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from torchweft import rpc
 from torchweft.errors import ConfigurationError, RemoteError
 from torchweft.launch.job import (
+    _furnish,
     check_options,
     configure,
     logging_here,
@@ -130,3 +133,15 @@ def test_the_error_of_a_setup_reaches_the_caller_with_its_traceback(
     assert "in test_the_error_of_a_setup" in str(told)
     assert (told.worker, told.type_name.rpartition(".")[2]) == ("worker1", type(error).__name__)
     assert isinstance(found, KeyError if isinstance(error, KeyError) else RemoteError)
+
+
+def fail() -> None:
+    raise KeyError("no such data set")
+
+
+def test_a_setup_that_fails_on_another_host_raises_there() -> None:
+    setup = base64.b64encode(pickle.dumps(fail)).decode()
+    report = "/no/folder/of/this/host/report"
+    job = {"logs": logging_here(), "device": "", "setup": setup, "report": report, "name": "a"}
+    with pytest.raises(KeyError, match="no such data set"):
+        _furnish(job)
