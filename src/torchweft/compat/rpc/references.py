@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -360,9 +361,9 @@ def _rref_typeof_on_owner(reference: torchweft.rpc.RRef[Any]) -> Any:
     return when_ready(reference.id, partial(_typed, reference))
 
 
-def _typed(reference: torchweft.rpc.RRef[Any], value: Any) -> tuple[Any, type]:
-    """Returns the function that is called and its result; the reference keeps the value."""
-    return _rref_typeof_on_owner, type(value)
+def _typed(reference: torchweft.rpc.RRef[Any], value: Any) -> tuple[Any, Callable[[], type]]:
+    """Returns the function that is called, and what does it; the reference keeps the value."""
+    return _rref_typeof_on_owner, partial(type, value)
 
 
 module_of(
