@@ -36,7 +36,7 @@ them runs with every test run.
   worker, and the frames of your program there.
 - Frames of Weft itself are left out. `WEFT_TRACEBACKS=full` shows them.
 - An `rpc_async` or `remote` that fails, and whose result nobody looks at, is logged at the caller,
-  by the logger `torchweft`.
+  by the logger `torchweft`. `rpc.on_unseen_error(function)` tells the program as well.
 """
 
 

@@ -337,6 +337,12 @@ class Grammar:
                 {"sender": self.value(1)},
                 chance.choice((None, self._weft_error())),
             ),
+            "proxies:construct": lambda: (self._function(), (self.value(1),), {}),
+            "proxies:read": lambda: (
+                *self._address(chance.randrange(_VALUES)),
+                None,
+                chance.choice(_METHODS),
+            ),
             "serving:backward_from": lambda: (
                 *address,
                 None,
