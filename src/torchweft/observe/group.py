@@ -193,19 +193,21 @@ def find(target: str, access: Access) -> Group:
             f"{len(meant)} groups {'could be meant' if target else 'run here'}; name one: "
             f"{_listed(meant)}"
         )
+    # Where several programs run, those that cannot be asked may be others.
+    asked = f"there is no group {target!r} on this host" if target else "no group runs on this host"
+    but = f"{asked} that can be asked; " if target else ""
     if refusing and not groups:
-        raise _refused(access)
+        raise _refused(access, but)
     if silent and not groups:
         is_one = len(silent) == 1
         subject = "a worker" if is_one else f"{len(silent)} workers"
         raise ObserveError(
-            f"{subject} on this host {'does' if is_one else 'do'} not answer: "
+            f"{but}{subject} on this host {'does' if is_one else 'do'} not answer: "
             + "; ".join(f"{'it' if is_one else 'one'} {why}" for why in silent)
         )
     others = f"; there are: {_listed(groups)}" if groups else _none_here()
     if refusing:
         others += f"; workers here that refuse this observer: {refusing}; {_secret_advice(access)}"
-    asked = f"there is no group {target!r} on this host" if target else "no group runs on this host"
     raise GroupNotFound(f"{asked}{others}")
 
 
@@ -274,12 +276,12 @@ def _is_meant(target: str, group: str, identities: Iterable[Identity]) -> bool:
     return target.isdecimal() and target in map(str, map(process_at, listening))
 
 
-def _refused(access: Access) -> ObserverRefused:
+def _refused(access: Access, but: str = "") -> ObserverRefused:
     if access.secret is None:
         reason = "the workers here have a secret, and this observer has none"
     else:
         reason = "the workers here do not take the secret of this observer"
-    return ObserverRefused(f"{reason}: {_secret_advice(access)}")
+    return ObserverRefused(f"{but}{reason}: {_secret_advice(access)}")
 
 
 def _secret_advice(access: Access) -> str:
