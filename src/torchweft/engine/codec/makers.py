@@ -89,7 +89,7 @@ def made_parts(value: Any) -> Parts | None:
     if is_own or is_reduced(kind) or kind in copyreg.dispatch_table or not _has_name(kind):
         return None
     if is_instance_kind(kind):
-        return _instance, (kind, _attributes_of(value))
+        return _instance, (kind, vars(value) if kind.__dictoffset__ else _values_in_slots(value))
     if is_record_kind(kind):
         return _record, (kind, tuple(value))
     if isinstance(value, enum.Enum) and kind.__reduce_ex__ is _REDUCE_MEMBER:
@@ -136,19 +136,23 @@ def _checked(arguments: object) -> tuple[Any, ...]:
 def is_instance_kind(kind: type) -> bool:
     """Whether objects of a class are a dict of attributes, or slots, and pickle agrees."""
     makes: Any = kind.__new__
-    like, slots = (_Plain, {}) if kind.__dictoffset__ else (_Bare, slots_of(kind))
-    size = like.__basicsize__ + len(slots) * struct.calcsize("P")
-    if (
-        kind is object
-        or makes is not object.__new__
-        or kind.__basicsize__ != size
-        or kind.__dictoffset__ != like.__dictoffset__
-    ):
+    if makes is not object.__new__:
+        return False
+    is_like = kind.__dictoffset__ == _Plain.__dictoffset__
+    is_like = is_like and kind.__basicsize__ == _Plain.__basicsize__
+    if not is_like and not _is_slotted(kind):
         return False
     for base in kind.__mro__[:-1]:
         if not base.__flags__ & _FROM_PYTHON or not _HOOKS.isdisjoint(vars(base)):
             return False
     return True
+
+
+@functools.lru_cache(256)
+def _is_slotted(kind: type) -> bool:
+    """Whether objects of a class are slots, and nothing else."""
+    size = _Bare.__basicsize__ + len(slots_of(kind)) * struct.calcsize("P")
+    return kind is not object and not kind.__dictoffset__ and kind.__basicsize__ == size
 
 
 @functools.lru_cache(256)
@@ -162,14 +166,11 @@ def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
     }
 
 
-def _attributes_of(value: Any) -> dict[str, Any]:
+def _values_in_slots(value: Any) -> dict[str, Any]:
     kind: Any = type(value)
-    if kind.__dictoffset__:
-        attributes: dict[str, Any] = vars(value)
-        return attributes
     missing = object()
-    slots = {name: getattr(value, name, missing) for name in slots_of(kind)}
-    return {name: each for name, each in slots.items() if each is not missing}
+    values = {name: getattr(value, name, missing) for name in slots_of(kind)}
+    return {name: each for name, each in values.items() if each is not missing}
 
 
 def is_record_kind(kind: type) -> bool:
