@@ -145,15 +145,12 @@ class Engine:
         self._release_soon()
 
     def _post(self, worker: int, kind: Kind, *numbers: int) -> None:
-        """Sends numbers to a worker that is there; a failure concerns that worker alone.
-
-        They travel with the next message, which in a loop of training steps soon follows.
-        """
+        """Sends numbers to a worker that is there; a failure concerns that worker alone."""
         peer = self._agent.peers.get(worker)
         if peer is None or peer.lost is not None:
             return
         try:
-            self._agent.sender.post_ints_later(peer, kind, *numbers)
+            self._agent.sender.post_ints(peer, kind, *numbers)
         except Exception:
             log_exception("worker %r could not be told what to release", peer.name)
 

@@ -63,9 +63,8 @@ class Sender:
     """Sends the messages of one worker. Thread-safe.
 
     Each write wakes the receiver, and takes as long as a small call. So small answers are held
-    while more calls wait to run, and so are messages that are not urgent. They are written with
-    the next message to the same peer, before a function that takes long, and after
-    ``knobs.REARM_S`` in any case.
+    while more calls wait to run. They are written with the next message to the same peer, before a
+    function that takes long, and after ``knobs.REARM_S`` in any case.
 
     Args:
         reactor: Provides the threads that connect; signals when answers may no longer be held.
@@ -129,14 +128,6 @@ class Sender:
             self.post(peer, Frame(kind, 0, 0, control, ()))
         else:
             self.post(peer, encode_frame(kind, 0, 0, control))
-
-    def post_ints_later(self, peer: Peer, kind: Kind, *values: int) -> None:
-        """Like ``post_ints``, but with the next message to ``peer``, after ``REARM_S`` at most."""
-        if peer.link is None or peer.lost is not None or peer.is_self or self._lifetime.is_closed:
-            self.post_ints(peer, kind, *values)
-            return
-        with contextlib.suppress(WorkerLost, NotInitialized):
-            self._hold(peer, peer.link, encode_frame(kind, 0, 0, encode_ints(*values)))
 
     # First contacts
 
