@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from typing import ClassVar
 
 import pytest
 
 from tests.contract.processes.functions import LIMIT_S, wait_until
+from tests.contract.processes.listening import heard, listen
 from torchweft import rpc
 from torchweft.errors import CallRefused
 
@@ -97,30 +96,9 @@ def test_a_coroutine_that_blocks_for_its_own_loop_is_told_to_await(way: str) -> 
     assert rpc.on(asking).rpc_sync(Asking.waits_for_a_plain_one, asking) == 3
 
 
-class Listener(logging.Handler):
-    """Keeps the log texts of the worker that it is made on."""
-
-    texts: ClassVar[list[str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-_listener = Listener()
-
-
-def listen(is_on: bool) -> None:
-    log = logging.getLogger("torchweft")
-    (log.addHandler if is_on else log.removeHandler)(_listener)
-
-
-def heard() -> list[str]:
-    return [text for text in _listener.texts if "event loop" in text]
-
-
 async def stand_still(limit_s: float) -> None:
     end_s = time.monotonic() + limit_s
-    while not heard() and time.monotonic() < end_s:
+    while not heard("event loop") and time.monotonic() < end_s:
         time.sleep(0.01)
 
 
@@ -128,8 +106,11 @@ def test_a_coroutine_that_blocks_the_loop_is_named() -> None:
     rpc.rpc_sync("worker1", listen, args=(True,))
     try:
         rpc.rpc_sync("worker1", stand_still, args=(LIMIT_S,), timeout=2 * LIMIT_S)
-        wait_until(lambda: bool(rpc.rpc_sync("worker1", heard)), lambda: "nothing was logged")
-        (text,) = rpc.rpc_sync("worker1", heard)
+        wait_until(
+            lambda: bool(rpc.rpc_sync("worker1", heard, args=("event loop",))),
+            lambda: "nothing was logged",
+        )
+        (text,) = rpc.rpc_sync("worker1", heard, args=("event loop",))
         assert text.startswith("stand_still has blocked the event loop of worker 'worker1' for ")
         assert f"at {__file__}:" in text
     finally:

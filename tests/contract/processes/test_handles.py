@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import re
 import time
 import uuid
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from tests.contract.processes import functions
 from tests.contract.processes.functions import wait_until
+from tests.contract.processes.listening import heard, listen
 from torchweft import rpc
 from torchweft.errors import CallTimeout, MethodNotFound
 
@@ -179,27 +179,6 @@ class Keeper:
         self.held.clear()
 
 
-class Listener(logging.Handler):
-    """Keeps the log texts of the worker that it is made on."""
-
-    texts: ClassVar[list[str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-_listener = Listener()
-
-
-def listen(is_on: bool) -> None:
-    log = logging.getLogger("torchweft")
-    (log.addHandler if is_on else log.removeHandler)(_listener)
-
-
-def heard() -> list[str]:
-    return [text for text in _listener.texts if "reference to itself" in text]
-
-
 def test_an_object_that_holds_a_reference_to_itself_is_named() -> None:
     rpc.rpc_sync("worker1", listen, args=(True,))
     try:
@@ -208,8 +187,11 @@ def test_an_object_that_holds_a_reference_to_itself_is_named() -> None:
             each.rpc_sync().keep(each)
         keepers[1].rpc_sync().forget()
         del each, keepers
-        wait_until(lambda: bool(rpc.rpc_sync("worker1", heard)), lambda: "nothing was logged")
-        (text,) = rpc.rpc_sync("worker1", heard)
+        wait_until(
+            lambda: bool(rpc.rpc_sync("worker1", heard, args=("reference to itself",))),
+            lambda: "nothing was logged",
+        )
+        (text,) = rpc.rpc_sync("worker1", heard, args=("reference to itself",))
         assert "a Keeper, holds a reference to itself" in text
     finally:
         rpc.rpc_sync("worker1", listen, args=(False,))
